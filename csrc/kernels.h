@@ -26,11 +26,12 @@
 #include "common/orthogonalize.h"
 #include "common/payload.h"
 #include "common/quantize.h"
-#include "common/range_float.h"
+#include "common/range_float_fit.h"
 #include "common/restore.h"
 #include "common/selection.h"
 #include "common/signs.h"
 #include "common/ternary.h"
+#include "common/topk_abs.h"
 #include "common/transform.h"
 #include "common/weighted_sum.h"
 
@@ -53,6 +54,12 @@ KERNEL(restore, const float* number, const Restoration* table, int64_t count);
 // On CUDA: At most three reads of x.
 KERNEL_WITH_WORKSPACE(select, const float* x, int64_t n, int64_t k, Selection* selection);
 
+// --- topk_abs
+// Indices of the elements that `select` chooses, ascending, and their values, for each vector of the table, which is in
+// host memory on every device. 1 <= k <= n < 2^31.
+// On CUDA: A launch takes kMostVectors of them. At most five reads of x, three as a rule.
+KERNEL_WITH_WORKSPACE(topk_abs, const TopkSource* table, int64_t count);
+
 // --- select_sampled
 // About k of the largest |x|, 1 <= k <= n, by a threshold found on a random sample (drawn with `key`). *count is the
 // number selected: within 10 % of k; or exactly k, by `select`, if no sample comes that close; or the number of nonzero
@@ -66,23 +73,21 @@ KERNEL_WITH_WORKSPACE(select_sampled, const float* x, int64_t n, int64_t k, uint
 KERNEL_WITH_WORKSPACE(bitmap, const float* x, int64_t n, const Selection* selection, uint8_t* bitmap, int64_t* count);
 // *count = the number of bits set among the first n.
 KERNEL_WITH_WORKSPACE(bitmap_count, const uint8_t* bitmap, int64_t n, int64_t* count);
-// Indices of the set bits, ascending, and, if x is not null, the values of x at those indices. *found is the number of
-// bits set; if it differs from `count`, no array is written.
-KERNEL_WITH_WORKSPACE(bitmap_indices, const uint8_t* bitmap, int64_t n, const float* x, int64_t count, int32_t* indices,
-                      float* values, int64_t* found);
+// Indices of the set bits, ascending. *found is the number of bits set; if it differs from `count`, no array is written.
+KERNEL_WITH_WORKSPACE(bitmap_indices, const uint8_t* bitmap, int64_t n, int64_t count, int32_t* indices,
+                      int64_t* found);
 
 // --- bitmap_code
-// Entropy-codes a bitmap of n bits, whose spare bits are 0, in the format of common/bitmap_code.h. `out` has room for
+// Tables are in host memory on every device.
+// Entropy-codes bitmaps of n bits, whose spare bits are 0, in the format of common/bitmap_code.h. `out` has room for
 // ceil(n / 8) bytes and 2 per segment. *nbytes is the size of the stream.
-// On CUDA: `out` has room for the stream: no more is written.
-KERNEL_WITH_WORKSPACE(bitmap_code_encode, const uint8_t* bitmap, int64_t n, int segment, uint8_t* out, int64_t* nbytes);
-// Decodes streams of bitmaps of n bits each. The table is in host memory on every device. exact: nothing follows a
-// stream in its bytes. *failed: 1 + the index of the first stream that is not that of a bitmap with as many bits set;
-// bitmaps may be written on failure.
+// On CUDA: `out` has room for the stream: no more is written. A launch takes kMostVectors bitmaps.
+KERNEL_WITH_WORKSPACE(bitmap_code_encode, const BitmapSource* table, int64_t count);
+// Decodes streams of bitmaps of n bits. exact: nothing follows a stream in its bytes. *failed: 1 + the index of the
+// first stream that is not that of a bitmap with as many bits set; bitmaps may be written on failure.
 // On CUDA, *failed is 1 + the index of any corrupt stream. The bitmaps of all of these have another number of bits set
-// than in the table, if n > 0.
-KERNEL_WITH_WORKSPACE(bitmap_code_decode, const BitmapStream* streams, int64_t count, int64_t n, int segment,
-                      bool exact, int32_t* failed);
+// than in the table, if n > 0. A launch takes kMostVectors streams.
+KERNEL_WITH_WORKSPACE(bitmap_code_decode, const BitmapStream* table, int64_t count, bool exact, int32_t* failed);
 
 // --- compact
 // The values whose bit is set, in order (prefix-sum packing; HPDC'20, section 3.2). Items have 4 or 8 bytes. *found is
@@ -100,15 +105,16 @@ KERNEL_WITH_WORKSPACE(compact_expand, const void* values, int64_t count, int ite
 KERNEL(random_indices, int64_t n, int64_t k, uint64_t key, const int64_t* replays, int32_t* indices);
 
 // --- index_code
-// Encodes indices in the smaller of the two forms of common/index_code.h. *nbytes is the size of the stream; -1 if the
-// indices are not strictly ascending within [0, numel), numel < 2^31. `out` is written only if `capacity` suffices; a
-// capacity of 0 computes the size only.
-KERNEL_WITH_WORKSPACE(index_code_encode, const int32_t* indices, int64_t count, int64_t numel, uint8_t* out,
-                      int64_t capacity, int64_t* nbytes);
-// *failed: the bytes do not begin with a stream of `count` strictly ascending indices below numel. They may be any; what
-// follows the stream is not read. `indices` may be partly written on failure.
-KERNEL_WITH_WORKSPACE(index_code_decode, const uint8_t* bytes, int64_t nbytes, int64_t numel, int64_t count,
-                      int32_t* indices, int32_t* failed);
+// Encodes indices in the smaller of the two forms of common/index_code.h, for each entry of the table, which is in host
+// memory on every device. *nbytes is the size of the stream; -1 if the indices are not strictly ascending within
+// [0, numel), numel < 2^31. `out` is written only if `capacity` suffices; a capacity of 0 computes the size only.
+// On CUDA: A launch takes kMostVectors entries.
+KERNEL_WITH_WORKSPACE(index_code_encode, const IndexSource* table, int64_t count);
+// The inverse, for each entry of the table, which is in host memory on every device. *failed: 1 + the index of the first
+// entry whose bytes do not begin with a stream of `count` strictly ascending indices below numel. They may be any; what
+// follows the stream is not read. Its `indices` may be partly written, and those after it are not.
+// On CUDA: *failed is 1 on failure, and all others are decoded. A launch takes kMostVectors entries.
+KERNEL_WITH_WORKSPACE(index_code_decode, const IndexStream* table, int64_t count, int32_t* failed);
 // Adds weight * value to the element of each index, for the terms of each sum in order. *failed: 1 + the index of the
 // first term that is corrupt, as above; its sum then holds part of the terms, and those after it are as they were.
 // On CUDA: The tables are read before the call returns. *failed is 1 on failure, and each sum of a corrupt term becomes
@@ -126,17 +132,21 @@ KERNEL(chunk_topk, const float* x, int64_t n, int64_t chunk, int64_t k, int32_t*
 KERNEL(chunk_topk_values, const uint8_t* records, int64_t n, int64_t chunk, int64_t k, float* values, int32_t* failed);
 
 // --- range_float
-// Fits a format to the values x. The range is that of x if vmin > vmax, [vmin, vmax] otherwise. mantissa < 0 picks the
-// mantissa with the least expected squared error on the histogram of x.
-KERNEL_WITH_WORKSPACE(range_float_fit, RangeFloat* format, const float* x, int64_t n, int bits, int mantissa,
-                      float vmin, float vmax);
+// Fits a format to the values of each entry of the table, which is in host memory on every device. The range is that of
+// x if vmin > vmax, [vmin, vmax] otherwise. mantissa < 0 picks the mantissa with the least expected squared error on the
+// histogram of x.
+// On CUDA: A launch takes kMostVectors entries.
+KERNEL_WITH_WORKSPACE(range_float_fit, const RangeFit* table, int64_t count, int bits, int mantissa, float vmin,
+                      float vmax);
 // Codes of x, rounded to nearest or stochastically (draw i of the key rounds x[i]). *outside is the number of
 // values outside [vmin, vmax].
 KERNEL(range_float_encode, const RangeFloat* format, const float* x, int64_t n, bool stochastic, uint64_t key,
        int32_t* codes, int64_t* outside);
-// The same codes as a bit stream of ceil(n * bits / 8) bytes. `bits` is that of the format.
-KERNEL(range_float_encode_packed, const RangeFloat* format, const float* x, int64_t n, int bits, bool stochastic,
-       uint64_t key, const int64_t* replays, uint8_t* packed, int64_t* outside);
+// The same codes as a bit stream of ceil(n * bits / 8) bytes, for each entry of the table, which is in host memory on
+// every device. `bits` is that of the formats. *outside, which entries may share, grows by the number of values outside.
+// On CUDA: A launch takes kMostVectors entries.
+KERNEL(range_float_encode_packed, const RangeSource* table, int64_t count, int bits, bool stochastic,
+       const int64_t* replays);
 // `format` is in host memory on every device. *failed: a code is above P + Q. x is written nevertheless.
 // On CUDA: A code above P + Q becomes NaN.
 KERNEL(range_float_decode, const RangeFloat* format, const int32_t* codes, int64_t n, float* x, int32_t* failed);
@@ -309,18 +319,17 @@ KERNEL(transform, const float* x, int64_t n, uint32_t code, float* coefficients)
 KERNEL(transform_inverse, const float* coefficients, int64_t n, uint32_t code, float* x);
 // The k groups of largest magnitude, 1 <= k <= groups; of equal magnitudes, the first. Their bits in `bitmap`, and
 // their k * group coefficients. The magnitude of a pair is its energy, (s re)^2 + (s im)^2 with s = unit_scale(max
-// |x|). Expected cost: one read of x, if the scratch memory has room for about 1.5 k groups: one float each, three for
-// pairs.
+// |x|). Tables are in host memory on every device. Expected cost: one read of x, if the scratch memory has room for
+// about 1.5 k groups: one float each, three for pairs.
 // On CUDA: Two reads of x, three for pairs. The scratch memory is of use only if it has room for all coefficients, of
-// whole tiles; otherwise the workspace has that.
-KERNEL_WITH_WORKSPACE(transform_select, const float* x, int64_t n, uint32_t code, int64_t k, float* scratch,
-                      int64_t scratch_numel, uint8_t* bitmap, float* values);
-// out = weight * the inverse transform of the sum of the parts, or out += that. `parts` is in host memory on every
-// device. *failed: 1 + the index of the first part whose bitmap does not have `count` bits set, or whose format is not
-// valid.
-// On CUDA: At most kMostParts parts. The table is read before the call returns. `out` is NaN on failure.
-KERNEL_WITH_WORKSPACE(transform_decode, const TransformPart* parts, int64_t count, uint32_t code, float weight,
-                      bool add, float* out, int64_t n, int32_t* failed);
+// whole tiles; otherwise the workspace has that. A launch takes kMostVectors entries.
+KERNEL_WITH_WORKSPACE(transform_select, const TransformSource* table, int64_t count, uint32_t code);
+// Of each sum, out = weight * the inverse transform of the sum of its parts, or out += that, if `add`. `parts` lists
+// those of the first sum, then those of the next. *failed: 1 + the index of the first part whose bitmap does not have
+// `count` bits set, or whose format is not valid; sums before its own are written.
+// On CUDA: At most kMostParts parts of a sum, and of a launch. A sum is NaN on failure.
+KERNEL_WITH_WORKSPACE(transform_decode, const WeightedSum* table, int64_t count, const TransformPart* parts,
+                      uint32_t code, float weight, int32_t* failed);
 
 // --- payload
 // Writes the header of each payload whose sections are in place, with the results and the checksum. The table is in

@@ -430,12 +430,12 @@ def compute(name: str, parameters: list[str], arguments: list[Any]) -> None:
     if parameters[-1] == "int32_t* failed" and not arguments[-1]:
         arguments = [*arguments[:-1], addressof(unread)]
     if name == "bitmap_code_encode":  # the CPU's kernel needs more room than its stream
-        bitmap, numel, segment, out, nbytes = arguments
-        room = torch.empty(ops.bitmap_code_capacity(numel, segment), dtype=torch.uint8)
-        _C.bitmap_code_encode(bitmap, numel, segment, room.data_ptr(), nbytes, torch.get_num_threads())
-        written = torch.empty(1, dtype=torch.int64)
-        memmove(written.data_ptr(), nbytes, 8)
-        memmove(out, room.data_ptr(), int(written))
+        address, count = arguments
+        for bitmap, numel, segment, out, nbytes in np.array((c_int64 * 5 * count).from_address(address)).tolist():
+            room = torch.empty(ops.bitmap_code_capacity(numel, segment), dtype=torch.uint8)
+            source = (c_int64 * 5)(bitmap, numel, segment, room.data_ptr(), nbytes)
+            _C.bitmap_code_encode(addressof(source), 1, torch.get_num_threads())
+            memmove(out, room.data_ptr(), c_int64.from_address(nbytes).value)
         return
     getattr(_C, name)(*arguments, torch.get_num_threads())
 

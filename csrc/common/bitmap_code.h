@@ -39,8 +39,18 @@ struct BitmapStream {
   int64_t nbytes;
   int64_t set;  // bits set in the bitmap
   uint8_t* bitmap;
+  int64_t n, segment;  // as below
 };
-static_assert(sizeof(BitmapStream) == 32, "gradzip/ops/bitmap_code.py writes it");
+static_assert(sizeof(BitmapStream) == 48, "gradzip/ops/bitmap_code.py writes it");
+
+// A bitmap of n bits to encode, in segments of so many, and where the stream and its size go.
+struct BitmapSource {
+  const uint8_t* bitmap;
+  int64_t n, segment;
+  uint8_t* out;
+  int64_t* nbytes;
+};
+static_assert(sizeof(BitmapSource) == 40, "gradzip/ops/bitmap_code.py writes it");
 
 // The best k for `count` > 0 of `bits` bits, set independently with a probability of p: the smallest with
 // (1 - p)^(2^k) <= 0.618, because a step from k to k + 1 adds a bit per code and halves the zeros.

@@ -33,6 +33,24 @@ static_assert(sizeof(IndexBlock) == 8, "the wire format");
 
 constexpr int64_t kIndexBlock = 2048;
 
+// Indices to encode, and where the stream and its size go.
+struct IndexSource {
+  const int32_t* indices;
+  int64_t count, numel;
+  uint8_t* out;
+  int64_t capacity;
+  int64_t* nbytes;
+};
+static_assert(sizeof(IndexSource) == 48, "gradzip/ops/index_code.py writes it");
+
+// A stream to decode, which may be any bytes, and where its `count` indices go.
+struct IndexStream {
+  const uint8_t* bytes;
+  int64_t nbytes, numel, count;
+  int32_t* indices;
+};
+static_assert(sizeof(IndexStream) == 40, "gradzip/ops/index_code.py writes it");
+
 // A sparse tensor in a weighted sum (common/weighted_sum.h): `count` values, and the stream of their indices.
 struct IndexTerm {
   const uint8_t* stream;

@@ -6,6 +6,25 @@
 
 namespace gradzip {
 
+// Values to fit a format to.
+struct RangeFit {
+  RangeFloat* format;
+  const float* x;
+  int64_t n;
+};
+static_assert(sizeof(RangeFit) == 24, "gradzip/ops/range_float.py writes it");
+
+// Values to encode as a bit stream of `bits` bits each.
+struct RangeSource {
+  const RangeFloat* format;
+  const float* x;
+  int64_t n;
+  uint64_t key;
+  uint8_t* packed;
+  int64_t* outside;
+};
+static_assert(sizeof(RangeSource) == 48, "gradzip/ops/range_float.py writes it");
+
 // Magnitudes by exponent and the top three mantissa bits: eight bins to the octave.
 constexpr int kBinShift = 20;
 constexpr int kBins = 1 << (31 - kBinShift);

@@ -88,6 +88,17 @@ GZ_HD bool make_layout(uint32_t code, int64_t n, TransformLayout* layout) {
   return true;
 }
 
+// Elements of whose coefficients the k groups of largest magnitude are selected.
+struct TransformSource {
+  const float* x;
+  int64_t n, k;
+  float* scratch;
+  int64_t scratch_numel;
+  uint8_t* bitmap;
+  float* values;
+};
+static_assert(sizeof(TransformSource) == 56, "gradzip/ops/transform.py writes it");
+
 // Selected coefficients, for transform_decode: the status bitmap of the groups, and the codes of their coefficients.
 struct TransformPart {
   const uint8_t* bitmap;
@@ -99,7 +110,7 @@ struct TransformPart {
   RangeFloat format;
 };
 static_assert(sizeof(TransformPart) == 72, "gradzip/ops/groups.py writes it");
-constexpr int kMostParts = 16;  // of one call
+constexpr int kMostParts = 16;  // of a sum
 
 // The power of two that scales amax into [1, 2): energies do not overflow, and those of values above 1e-19 amax do not
 // underflow.

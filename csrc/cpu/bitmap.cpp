@@ -135,6 +135,14 @@ std::vector<int64_t> bitmap_offsets(const uint8_t* bitmap, int64_t n, int thread
   return offsets;
 }
 
+void walk_bitmap(const uint8_t* bitmap, int64_t n, const std::vector<int64_t>& offsets, const float* x,
+                 int32_t* indices, float* values, int threads) {
+  parallel_chunks(n, kChunk, threads, [&](int64_t c, int64_t begin, int64_t end) {
+    walk(bitmap + begin / 8, end - begin, begin, x ? x + begin : nullptr, indices + offsets[c],
+         x ? values + offsets[c] : nullptr);
+  });
+}
+
 void bitmap(const float* x, int64_t n, const Selection* selection, uint8_t* bitmap, int64_t* count, int threads) {
   const uint32_t threshold = float_bits(selection->threshold) & 0x7fffffffu;  // -0 is 0
   std::vector<Counts> counts(ceil_div(n, kChunk));
@@ -156,15 +164,10 @@ void bitmap_count(const uint8_t* bitmap, int64_t n, int64_t* count, int threads)
   *count = bitmap_offsets(bitmap, n, threads).back();
 }
 
-void bitmap_indices(const uint8_t* bitmap, int64_t n, const float* x, int64_t count, int32_t* indices, float* values,
-                    int64_t* found, int threads) {
+void bitmap_indices(const uint8_t* bitmap, int64_t n, int64_t count, int32_t* indices, int64_t* found, int threads) {
   const auto offsets = bitmap_offsets(bitmap, n, threads);
   *found = offsets.back();
-  if (*found != count) return;
-  parallel_chunks(n, kChunk, threads, [&](int64_t c, int64_t begin, int64_t end) {
-    walk(bitmap + begin / 8, end - begin, begin, x ? x + begin : nullptr, indices + offsets[c],
-         x ? values + offsets[c] : nullptr);
-  });
+  if (*found == count) walk_bitmap(bitmap, n, offsets, nullptr, indices, nullptr, threads);
 }
 
 }  // namespace gradzip::cpu

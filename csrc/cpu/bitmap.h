@@ -12,6 +12,10 @@ namespace gradzip::cpu {
 // The number of bits set before each chunk (kChunk bits) of the bitmap; the last entry is the total.
 std::vector<int64_t> bitmap_offsets(const uint8_t* bitmap, int64_t n, int threads);
 
+// Indices of the set bits, and, unless x is null, the values of x there. offsets: as above.
+void walk_bitmap(const uint8_t* bitmap, int64_t n, const std::vector<int64_t>& offsets, const float* x,
+                 int32_t* indices, float* values, int threads);
+
 // Bits [i, i + 64) of a bitmap of n bits; bits past n are 0. Reads no byte past bit n.
 GZ_INLINE uint64_t load_word(const uint8_t* bitmap, int64_t i, int64_t n) {
   uint64_t word = 0;

@@ -326,24 +326,35 @@ GZ_SIMD_DISPATCH(int64_t, store, (uint64_t* words, int bits, bool inverted, uint
 
 }  // namespace
 
-void bitmap_code_encode(const uint8_t* bitmap, int64_t n, int segment, uint8_t* out, int64_t* nbytes, int threads) {
+static void encode(const BitmapSource& source, int threads) {
+  const uint8_t* bitmap = source.bitmap;
+  const int64_t n = source.n, segment = source.segment;
+  uint8_t* out = source.out;
   const int64_t segments = ceil_div(n, segment), bits = int64_t(kGroup) * segment;
   // Segments are never longer than plain ones: each group is written where plain ones would be, then moved.
   uint8_t* body = out + 2 * segments;
   std::vector<int64_t> sizes(ceil_div(n, bits));
   parallel_chunks(n, bits, threads, [&](int64_t group, int64_t begin, int64_t end) {
-    sizes[group] = write_group(bitmap + begin / 8, end - begin, segment, out + 2 * group * kGroup, body + begin / 8);
+    sizes[group] =
+        write_group(bitmap + begin / 8, end - begin, int(segment), out + 2 * group * kGroup, body + begin / 8);
   });
   int64_t total = 0;
   for (size_t group = 0; group < sizes.size(); ++group) {
     std::memmove(body + total, body + int64_t(group) * (bits / 8), size_t(sizes[group]));
     total += sizes[group];
   }
-  *nbytes = 2 * segments + total;
+  *source.nbytes = 2 * segments + total;
+}
+
+void bitmap_code_encode(const BitmapSource* table, int64_t count, int threads) {
+  parallel_pieces(
+      count, threads, [&](int64_t i) { return table[i].n; },
+      [&](int64_t i, int of_piece) { encode(table[i], of_piece); });
 }
 
 // Returns false if the stream is corrupt.
-static bool decode_stream(const BitmapStream& stream, int64_t n, int segment, bool exact, int threads) {
+static bool decode_stream(const BitmapStream& stream, bool exact, int threads) {
+  const int64_t n = stream.n, segment = stream.segment;
   const uint8_t* bytes = stream.bytes;
   const int64_t nbytes = stream.nbytes, segments = ceil_div(n, segment);
   if (nbytes < 2 * segments) return false;
@@ -391,10 +402,9 @@ static bool decode_stream(const BitmapStream& stream, int64_t n, int segment, bo
   return within && set == stream.set;
 }
 
-void bitmap_code_decode(const BitmapStream* streams, int64_t count, int64_t n, int segment, bool exact, int32_t* failed,
-                        int threads) {
+void bitmap_code_decode(const BitmapStream* table, int64_t count, bool exact, int32_t* failed, int threads) {
   for (int64_t i = 0; i < count && !*failed; ++i)
-    if (!decode_stream(streams[i], n, segment, exact, threads)) *failed = int32_t(1 + i);
+    if (!decode_stream(table[i], exact, threads)) *failed = int32_t(1 + i);
 }
 
 }  // namespace gradzip::cpu

@@ -200,16 +200,15 @@ bool for_each_run(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t 
   return sound;
 }
 
-}  // namespace
-
-void index_code_encode(const int32_t* indices, int64_t count, int64_t numel, uint8_t* out, int64_t capacity,
-                       int64_t* nbytes, int threads) {
+void encode(const IndexSource& source, int threads) {
+  const int32_t* indices = source.indices;
+  const int64_t count = source.count, numel = source.numel;
   const Plan plan = make_plan(indices, count, numel, threads);
-  *nbytes = plan.nbytes;
-  if (plan.nbytes < 0 || plan.nbytes > capacity) return;
+  *source.nbytes = plan.nbytes;
+  if (plan.nbytes < 0 || plan.nbytes > source.capacity) return;
   const IndexHeader header{plan.coded, uint32_t(count), uint32_t(plan.nbytes)};
-  std::memcpy(out, &header, sizeof header);
-  out += sizeof header;
+  std::memcpy(source.out, &header, sizeof header);
+  uint8_t* out = source.out + sizeof header;
   if (!plan.coded) {
     write_bitmap(indices, count, numel, out, threads);
     return;
@@ -228,13 +227,23 @@ void index_code_encode(const int32_t* indices, int64_t count, int64_t numel, uin
   });
 }
 
-void index_code_decode(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count, int32_t* indices,
-                       int32_t* failed, int threads) {
-  const bool sound =
-      for_each_run(stream, nbytes, numel, count, threads, [&](int64_t first, int64_t n, const int32_t* run) {
-        std::memcpy(indices + first, run, size_t(n) * sizeof(int32_t));
-      });
-  if (!sound) *failed = 1;
+}  // namespace
+
+void index_code_encode(const IndexSource* table, int64_t count, int threads) {
+  parallel_pieces(
+      count, threads, [&](int64_t i) { return table[i].count; },
+      [&](int64_t i, int of_piece) { encode(table[i], of_piece); });
+}
+
+void index_code_decode(const IndexStream* table, int64_t count, int32_t* failed, int threads) {
+  for (int64_t i = 0; i < count && !*failed; ++i) {
+    const IndexStream& stream = table[i];
+    const bool sound = for_each_run(stream.bytes, stream.nbytes, stream.numel, stream.count, threads,
+                                    [&](int64_t first, int64_t n, const int32_t* run) {
+                                      std::memcpy(stream.indices + first, run, size_t(n) * sizeof(int32_t));
+                                    });
+    if (!sound) *failed = int32_t(i) + 1;
+  }
 }
 
 void index_code_decode_add(const WeightedSum* table, int64_t count, const IndexTerm* terms, int32_t* failed,

@@ -115,8 +115,8 @@ void encode(const RangeFloat& format, const float* x, int64_t n, bool stochastic
 
 }  // namespace
 
-void range_float_fit(RangeFloat* format, const float* x, int64_t n, int bits, int mantissa, float vmin, float vmax,
-                     int threads) {
+static void fit(RangeFloat* format, const float* x, int64_t n, int bits, int mantissa, float vmin, float vmax,
+                int threads) {
   if (vmin > vmax) {
     std::vector<Range> ranges(ceil_div(n, kChunk), Range{0.0f, 0.0f});
     parallel_chunks(n, kChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end) {
@@ -144,14 +144,30 @@ void range_float_fit(RangeFloat* format, const float* x, int64_t n, int bits, in
   }
 }
 
+void range_float_fit(const RangeFit* table, int64_t count, int bits, int mantissa, float vmin, float vmax,
+                     int threads) {
+  parallel_pieces(
+      count, threads, [&](int64_t i) { return table[i].n; },
+      [&](int64_t i, int of_piece) {
+        fit(table[i].format, table[i].x, table[i].n, bits, mantissa, vmin, vmax, of_piece);
+      });
+}
+
 void range_float_encode(const RangeFloat* format, const float* x, int64_t n, bool stochastic, uint64_t key,
                         int32_t* codes, int64_t* outside, int threads) {
   encode(*format, x, n, stochastic, key, codes, nullptr, outside, threads);
 }
 
-void range_float_encode_packed(const RangeFloat* format, const float* x, int64_t n, int, bool stochastic, uint64_t key,
-                               const int64_t* replays, uint8_t* packed, int64_t* outside, int threads) {
-  encode(*format, x, n, stochastic, replay_key(key, replays), nullptr, packed, outside, threads);
+void range_float_encode_packed(const RangeSource* table, int64_t count, int, bool stochastic, const int64_t* replays,
+                               int threads) {
+  parallel_pieces(
+      count, threads, [&](int64_t i) { return table[i].n; },
+      [&](int64_t i, int of_piece) {
+        const auto [format, x, n, key, packed, outside] = table[i];
+        int64_t found = 0;
+        encode(*format, x, n, stochastic, replay_key(key, replays), nullptr, packed, &found, of_piece);
+        if (found > 0) __atomic_fetch_add(outside, found, __ATOMIC_RELAXED);
+      });
 }
 
 void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t n, float* x, int32_t* failed,

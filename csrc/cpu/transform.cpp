@@ -86,13 +86,17 @@ void transform_inverse(const float* coefficients, int64_t n, uint32_t code, floa
   for_each_tile(t, threads, [&](int64_t i) { inverse_tile(t, coefficients + i * t.tile, t.count(i), x + t.begin(i)); });
 }
 
-void transform_select(const float* x, int64_t n, uint32_t code, int64_t k, float* scratch, int64_t scratch_numel,
-                      uint8_t* bitmap, float* values, int threads) {
-  select_coefficients(Transform(code, n), x, k, scratch, scratch_numel, bitmap, values, threads);
+void transform_select(const TransformSource* table, int64_t count, uint32_t code, int threads) {
+  parallel_pieces(
+      count, threads, [&](int64_t i) { return table[i].n; },
+      [&](int64_t i, int of_piece) {
+        const auto [x, n, k, scratch, scratch_numel, bitmap, values] = table[i];
+        select_coefficients(Transform(code, n), x, k, scratch, scratch_numel, bitmap, values, of_piece);
+      });
 }
 
-void transform_decode(const TransformPart* parts, int64_t count, uint32_t code, float weight, bool add_to, float* out,
-                      int64_t n, int32_t* failed, int threads) {
+static void decode_sum(const TransformPart* parts, int64_t count, uint32_t code, float weight, bool add_to, float* out,
+                       int64_t n, int32_t* failed, int threads) {
   const Transform t(code, n);
   std::vector<Code> codes(count);
   for (int64_t c = 0; c < count; ++c) {
@@ -137,6 +141,15 @@ void transform_decode(const TransformPart* parts, int64_t count, uint32_t code, 
     inverse_tile(t, sums, elements, add_to ? result : to);
     if (add_to) add(result, elements, to);
   });
+}
+
+void transform_decode(const WeightedSum* table, int64_t count, const TransformPart* parts, uint32_t code, float weight,
+                      int32_t* failed, int threads) {
+  const TransformPart* first = parts;
+  for (int64_t i = 0; i < count && !*failed; first += table[i++].terms) {
+    decode_sum(first, table[i].terms, code, weight, table[i].add != 0, table[i].out, table[i].n, failed, threads);
+    if (*failed) *failed += int32_t(first - parts);
+  }
 }
 
 }  // namespace gradzip::cpu

@@ -6,9 +6,8 @@
 namespace gradzip::cuda {
 
 void abs_max(const float* x, int64_t n, float* most, cudaStream_t stream) {
-  clear(most, sizeof *most, stream);
-  launch(stream, grid_of(grid_for(ceil_div(n, 16 * kBlock))), kBlock, kernel<abs_max_kernel>, x, n,
-         reinterpret_cast<uint32_t*>(most));
+  const Matrix column{const_cast<float*>(x), n, 1};
+  abs_max_columns(&column, 1, most, stream);
 }
 
 void abs_max_columns(const Matrix* matrices, int64_t count, float* most, cudaStream_t stream) {

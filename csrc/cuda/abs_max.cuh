@@ -5,20 +5,10 @@
 
 namespace gradzip::cuda {
 
-// *most = the bits of max |x|, which order as magnitudes do, with every NaN above infinity. *most is 0 at launch.
-__global__ void __launch_bounds__(kBlock) abs_max_kernel(const float* x, int64_t n, uint32_t* most) {
-  uint32_t largest = 0;
-  for_each(x, n, [&](float value) {
-    const uint32_t m = magnitude(value);
-    largest = largest > m ? largest : m;
-  });
-  largest = warp_max(largest);
-  if (lane() == 0 && largest > 0) atomicMax(most, largest);
-}
-
 constexpr int kColumnsBatch = 64;  // matrices whose table fits the 4 KB of kernel arguments
 
-// A matrix of n elements: most[c] is 0 at launch, and then that of column c. `blocks` blocks work on it.
+// A matrix of n elements: most[c] is 0 at launch, and then the bits of max |x| of column c, which order as magnitudes do,
+// with every NaN above infinity. `blocks` blocks work on it.
 struct ColumnsEntry {
   const float* x;
   int64_t n, columns;
@@ -32,22 +22,31 @@ struct ColumnsTable {
 static_assert(sizeof(ColumnsTable) < 4000, "it fits the 4 KB that a kernel may have");
 
 __global__ void __launch_bounds__(kBlock) abs_max_columns_kernel(ColumnsTable table) {
-  const auto [x, n, columns, most, first_block, blocks] = table.entries[entry_of_block(table)];
-  const int64_t thread = int64_t(blockIdx.x - first_block) * kBlock + threadIdx.x, threads = int64_t(blocks) * kBlock;
+  const ColumnsEntry& entry = table.entries[entry_of_block(table)];
+  const float* x = entry.x;
+  const int64_t n = entry.n, columns = entry.columns;
+  uint32_t* most = entry.most;
+  const int64_t thread = int64_t(blockIdx.x - entry.first_block) * kBlock + threadIdx.x;
+  const int64_t threads = int64_t(entry.blocks) * kBlock;
+  uint32_t largest = 0;
+  if (columns == 1) {
+    for_each(x, n, thread, threads, [&](float value) {
+      const uint32_t m = magnitude(value);
+      largest = largest > m ? largest : m;
+    });
+    largest = warp_max(largest);
+    if (lane() == 0 && largest > 0) atomicMax(most, largest);
+    return;
+  }
   const int64_t stride = threads / columns * columns;  // whole rows: each thread stays in its column
   if (stride == 0) {
     for (int64_t i = thread; i < n; i += threads) atomicMax(most + i % columns, magnitude(x[i]));
     return;
   }
   if (thread >= stride) return;
-  uint32_t largest = 0;
   for (int64_t i = thread; i < n; i += stride) {
     const uint32_t m = magnitude(x[i]);
     largest = largest > m ? largest : m;
-  }
-  if (columns == 1) {  // whole warps are here
-    largest = warp_max(largest);
-    if (lane() > 0) return;
   }
   if (largest > 0) atomicMax(most + thread % columns, largest);
 }

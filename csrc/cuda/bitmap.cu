@@ -28,14 +28,14 @@ int64_t bitmap_count(void* workspace, const uint8_t* bitmap, int64_t n, int64_t*
   return 0;
 }
 
-int64_t bitmap_indices(void* workspace, const uint8_t* bitmap, int64_t n, const float* x, int64_t count,
-                       int32_t* indices, float* values, int64_t* found, cudaStream_t stream) {
+int64_t bitmap_indices(void* workspace, const uint8_t* bitmap, int64_t n, int64_t count, int32_t* indices,
+                       int64_t* found, cudaStream_t stream) {
   Arena arena(workspace);
   const BitmapOffsets tiles(arena, n);
   if (!workspace) return arena.nbytes();
   tiles.count(bitmap, n, found, stream);
-  launch(stream, grid_of(tiles.grid()), kBlock, kernel<bitmap_indices_kernel>, bitmap, n, x, tiles.offsets, count,
-         indices, values);
+  launch(stream, grid_of(tiles.grid()), kBlock, kernel<bitmap_indices_kernel>, bitmap, n, tiles.offsets, count,
+         indices);
   return 0;
 }
 

@@ -1,67 +1,61 @@
 #include "cuda/bitmap_code.cuh"
 
 #include "cuda/block/launch.h"
+#include "cuda/block/table.h"
 #include "cuda/ops.h"
 
 namespace gradzip::cuda {
 namespace {
 
-// The sizes and offsets of segments.
-struct BitmapSegments {
-  int64_t count;
-  uint32_t* sizes;
-  int64_t *offsets, *total;
-
-  BitmapSegments(Arena& arena, int64_t n, int size)
-      : count(ceil_div(n, size)),
-        sizes(arena.take<uint32_t>(count)),
-        offsets(arena.take<int64_t>(count + 1)),
-        total(arena.take<int64_t>(1)) {}
-
-  dim3 grid() const { return grid_of(grid_for(ceil_div(count * kLanes, kBlock))); }  // a warp for each
-
-  void scan(cudaStream_t stream) const {
-    launch(stream, grid_of(1), kScanBlock, kernel<scan_counts_kernel>, sizes, count, offsets, total);
-  }
-};
+BitmapSegments segments_of(Arena& arena, int64_t n, int64_t size) {
+  const int64_t count = ceil_div(n, size);
+  return {count, arena.take<uint32_t>(count), arena.take<int64_t>(count + 1)};
+}
 
 }  // namespace
 
-int64_t bitmap_code_encode(void* workspace, const uint8_t* bitmap, int64_t n, int segment, uint8_t* out,
-                           int64_t* nbytes, cudaStream_t stream) {
+int64_t bitmap_code_encode(void* workspace, const BitmapSource* table, int64_t count, cudaStream_t stream) {
   Arena arena(workspace);
-  const BitmapSegments segments(arena, n, segment);
-  auto* entries = arena.take<uint16_t>(segments.count);
+  std::vector<BitmapPlan> plans;
+  int64_t most = 0;  // segments of a bitmap
+  for (int64_t i = 0; i < count; ++i) {
+    const BitmapSegments segments = segments_of(arena, table[i].n, table[i].segment);
+    plans.push_back({table[i], segments, arena.take<uint16_t>(segments.count)});
+    most = std::max(most, segments.count);
+  }
   if (!workspace) return arena.nbytes();
-  launch(stream, segments.grid(), kBlock, kernel<bitmap_plan_kernel>, bitmap, n, segment, segments.count, entries,
-         segments.sizes);
-  segments.scan(stream);
-  launch(stream, segments.grid(), kBlock, kernel<bitmap_write_kernel>, bitmap, n, segment, segments.count, entries,
-         segments.offsets, out, nbytes);
+  for_each_batch(plans, [&](const Batch<BitmapPlan>& batch, unsigned some) {
+    const dim3 grid = grid_of(grid_for_each(some, ceil_div(most * kLanes, kBlock)), some);  // a warp for each
+    launch(stream, grid, kBlock, kernel<bitmap_plan_kernel>, batch);
+    launch(stream, grid_of(1, some), kScanBlock, kernel<bitmap_scan_kernel<BitmapPlan>>, batch);
+    launch(stream, grid, kBlock, kernel<bitmap_write_kernel>, batch);
+  });
   return 0;
 }
 
-int64_t bitmap_code_decode(void* workspace, const BitmapStream* streams, int64_t count, int64_t n, int segment,
-                           bool exact, int32_t* failed, cudaStream_t stream) {
-  const int64_t segments = ceil_div(n, segment), most = count < kMostStreams ? count : kMostStreams;
+int64_t bitmap_code_decode(void* workspace, const BitmapStream* table, int64_t count, bool exact, int32_t* failed,
+                           cudaStream_t stream) {
   Arena arena(workspace);
-  auto* sizes = arena.take<uint32_t>(most * segments);
-  auto* offsets = arena.take<int64_t>(most * (segments + 1));
-  auto* checks = arena.take<BitmapCheck>(most);
-  if (!workspace) return arena.nbytes();
-  for (int64_t first = 0; first < count; first += kMostStreams) {
-    const int64_t some = count - first < most ? count - first : most;
-    BitmapStreams table{};
-    for (int64_t i = 0; i < some; ++i) table.of[i] = streams[first + i];
-    const auto grid = [&](int64_t work) { return grid_of(grid_for(ceil_div(work, kBlock)), unsigned(some)); };
-    clear(checks, some * int64_t(sizeof *checks), stream);
-    launch(stream, grid(segments), kBlock, kernel<bitmap_sizes_kernel>, table, n, segment, segments, sizes, checks);
-    launch(stream, grid_of(unsigned(some)), kScanBlock, kernel<bitmap_scan_kernel>, sizes, segments, offsets);
-    launch(stream, grid(segments * kLanes), kBlock, kernel<bitmap_read_kernel>, table, n, segment, segments, exact,
-           offsets, checks);
-    launch(stream, grid(ceil_div(n, 32)), kBlock, kernel<bitmap_check_kernel>, table, checks, n, int32_t(first),
-           failed);
+  auto* checks = arena.take<BitmapCheck>(count);
+  std::vector<BitmapRead> reads;
+  int64_t most = 0, longest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const BitmapSegments segments = segments_of(arena, table[i].n, table[i].segment);
+    reads.push_back({table[i], segments, workspace ? checks + i : nullptr});
+    most = std::max(most, segments.count);
+    longest = std::max(longest, table[i].n);
   }
+  if (!workspace) return arena.nbytes();
+  if (count > 0) clear(checks, count * int64_t(sizeof *checks), stream);
+  int32_t first = 0;
+  for_each_batch(reads, [&](const Batch<BitmapRead>& batch, unsigned some) {
+    const auto grid = [&](int64_t work) { return grid_of(grid_for_each(some, ceil_div(work, kBlock)), some); };
+    launch(stream, grid(most), kBlock, kernel<bitmap_sizes_kernel>, batch);
+    launch(stream, grid_of(1, some), kScanBlock, kernel<bitmap_scan_kernel<BitmapRead>>, batch);
+    launch(stream, grid(most * kLanes), kBlock, kernel<bitmap_read_kernel>, batch, exact);
+    launch(stream, grid(ceil_div(longest, 32)), kBlock, kernel<bitmap_check_kernel>, batch, first, failed);
+    first += int32_t(some);
+  });
   return 0;
 }
 

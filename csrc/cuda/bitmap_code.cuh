@@ -5,6 +5,7 @@
 #include "common/bitmap_code.h"
 #include "cuda/block/bitmap_tiles.cuh"
 #include "cuda/block/bytes.cuh"
+#include "cuda/block/table.cuh"
 
 namespace gradzip::cuda {
 
@@ -118,9 +119,25 @@ struct LaneCodes {
   }
 };
 
-// Plans each segment. sizes[s] = its bytes.
-__global__ void __launch_bounds__(kBlock) bitmap_plan_kernel(const uint8_t* bitmap, int64_t n, int size,
-                                                             int64_t segments, uint16_t* entries, uint32_t* sizes) {
+// The sizes of the segments of a stream, and where they begin behind the entries.
+struct BitmapSegments {
+  int64_t count;
+  uint32_t* sizes;
+  int64_t* offsets;
+};
+
+struct BitmapPlan {
+  BitmapSource source;
+  BitmapSegments segments;
+  uint16_t* entries;
+};
+
+// Plans each segment.
+__global__ void __launch_bounds__(kBlock) bitmap_plan_kernel(Batch<BitmapPlan> batch) {
+  const BitmapPlan& plan = batch.of[blockIdx.y];
+  const uint8_t* bitmap = plan.source.bitmap;
+  const int64_t n = plan.source.n, segments = plan.segments.count;
+  const int size = int(plan.source.segment);
   for (int64_t s = grid_warp(); s < segments; s += grid_warps()) {
     const int bits = segment_bits(n, size, s);
     uint32_t word = load_bits(bitmap + s * (size / 8), bits);
@@ -147,21 +164,31 @@ __global__ void __launch_bounds__(kBlock) bitmap_plan_kernel(const uint8_t* bitm
         k = 0;
     }
     if (lane() == 0) {
-      entries[s] = pack_segment({nbytes, k, inverted});
-      sizes[s] = uint32_t(nbytes);
+      plan.entries[s] = pack_segment({nbytes, k, inverted});
+      plan.segments.sizes[s] = uint32_t(nbytes);
     }
   }
 }
 
-// offsets[s] is the position of segment s behind the entries.
-__global__ void __launch_bounds__(kBlock)
-    bitmap_write_kernel(const uint8_t* bitmap, int64_t n, int size, int64_t segments, const uint16_t* entries,
-                        const int64_t* offsets, uint8_t* out, int64_t* nbytes) {
+// Finds where segments begin: one block for each stream.
+template <class Entry>
+__global__ void __launch_bounds__(kScanBlock) bitmap_scan_kernel(Batch<Entry> batch) {
+  const auto [count, sizes, offsets] = batch.of[blockIdx.y].segments;
+  scan_counts(sizes, count, offsets);
+}
+
+__global__ void __launch_bounds__(kBlock) bitmap_write_kernel(Batch<BitmapPlan> batch) {
   __shared__ uint32_t rooms[kBlock / kLanes][kLanes];
   uint32_t* stream = rooms[warp()];
-  if (grid_thread() == 0) *nbytes = 2 * segments + offsets[segments];
+  const BitmapPlan& of = batch.of[blockIdx.y];
+  const uint8_t* bitmap = of.source.bitmap;
+  const int64_t n = of.source.n, segments = of.segments.count;
+  const int size = int(of.source.segment);
+  const int64_t* offsets = of.segments.offsets;
+  uint8_t* out = of.source.out;
+  if (grid_thread() == 0) *of.source.nbytes = 2 * segments + offsets[segments];
   for (int64_t s = grid_warp(); s < segments; s += grid_warps()) {
-    const uint16_t entry = entries[s];
+    const uint16_t entry = of.entries[s];
     const BitmapSegment plan = unpack_segment(entry);
     if (lane() < 2) out[2 * s + lane()] = uint8_t(entry >> (8 * lane()));
     const int bits = segment_bits(n, size, s);
@@ -191,29 +218,23 @@ GZ_DEVICE uint16_t load_entry(const uint8_t* stream, int64_t segment) {
   return load_bytes<uint16_t>(stream + 2 * segment);
 }
 
-// Streams that one launch decodes: blocks with the same y share one.
-constexpr int kMostStreams = 16;
-struct BitmapStreams {
-  BitmapStream of[kMostStreams];
+struct BitmapRead {
+  BitmapStream stream;
+  BitmapSegments segments;
+  BitmapCheck* check;
 };
 
 // The segment sizes that the streams claim.
-__global__ void __launch_bounds__(kBlock) bitmap_sizes_kernel(BitmapStreams streams, int64_t n, int size,
-                                                              int64_t segments, uint32_t* sizes, BitmapCheck* checks) {
-  const uint8_t* stream = streams.of[blockIdx.y].bytes;
-  const int64_t nbytes = streams.of[blockIdx.y].nbytes;
-  sizes += blockIdx.y * segments;
+__global__ void __launch_bounds__(kBlock) bitmap_sizes_kernel(Batch<BitmapRead> batch) {
+  const BitmapRead& read = batch.of[blockIdx.y];
+  const uint8_t* stream = read.stream.bytes;
+  const int64_t nbytes = read.stream.nbytes, n = read.stream.n, segments = read.segments.count;
+  const int size = int(read.stream.segment);
   for (int64_t s = grid_thread(); s < segments; s += grid_threads()) {
     const uint16_t entry = 2 * s + 2 <= nbytes ? load_entry(stream, s) : uint16_t(0);
-    sizes[s] = uint32_t(unpack_segment(entry).nbytes);
-    if (!valid_segment(entry, segment_bits(n, size, s))) report(&checks[blockIdx.y].corrupt);
+    read.segments.sizes[s] = uint32_t(unpack_segment(entry).nbytes);
+    if (!valid_segment(entry, segment_bits(n, size, s))) report(&read.check->corrupt);
   }
-}
-
-// Where segments begin behind the entries: one block for each stream.
-__global__ void __launch_bounds__(kScanBlock)
-    bitmap_scan_kernel(const uint32_t* sizes, int64_t segments, int64_t* offsets) {
-  scan_counts(sizes + blockIdx.x * segments, segments, offsets + blockIdx.x * (segments + 1));
 }
 
 // How many bits of the next word belong to the last code of this word, for each number `skip` of bits of this word that
@@ -270,16 +291,16 @@ GZ_DEVICE bool read_codes(uint32_t word, int k, uint32_t* bitmap) {
 }
 
 // Reads the segments if their sizes add up to that of the stream, or, unless `exact`, to less.
-__global__ void __launch_bounds__(kBlock)
-    bitmap_read_kernel(BitmapStreams streams, int64_t n, int size, int64_t segments, bool exact, const int64_t* offsets,
-                       BitmapCheck* checks) {
+__global__ void __launch_bounds__(kBlock) bitmap_read_kernel(Batch<BitmapRead> batch, bool exact) {
   __shared__ uint32_t rooms[kBlock / kLanes][2][kLanes];
   uint32_t *coded = rooms[warp()][0], *read = rooms[warp()][1];
-  const uint8_t* stream = streams.of[blockIdx.y].bytes;
-  const int64_t nbytes = streams.of[blockIdx.y].nbytes;
-  uint8_t* bitmap = streams.of[blockIdx.y].bitmap;
-  BitmapCheck* check = checks + blockIdx.y;
-  offsets += blockIdx.y * (segments + 1);
+  const BitmapRead& of = shared_entry(batch);
+  const uint8_t* stream = of.stream.bytes;
+  const int64_t nbytes = of.stream.nbytes, n = of.stream.n, segments = of.segments.count;
+  const int size = int(of.stream.segment);
+  uint8_t* bitmap = of.stream.bitmap;
+  BitmapCheck* check = of.check;
+  const int64_t* offsets = of.segments.offsets;
   const int64_t end = 2 * segments + offsets[segments];
   if (end > nbytes || (exact && end < nbytes)) {
     report(&check->corrupt);
@@ -314,13 +335,13 @@ __global__ void __launch_bounds__(kBlock)
 }
 
 // A corrupt stream gets a bitmap that certainly has another number of bits set. first: the index of the first stream.
-__global__ void __launch_bounds__(kBlock)
-    bitmap_check_kernel(BitmapStreams streams, const BitmapCheck* checks, int64_t n, int32_t first, int32_t* failed) {
-  const BitmapCheck& check = checks[blockIdx.y];
-  const int64_t set = streams.of[blockIdx.y].set;
+__global__ void __launch_bounds__(kBlock) bitmap_check_kernel(Batch<BitmapRead> batch, int32_t first, int32_t* failed) {
+  const BitmapRead& read = batch.of[blockIdx.y];
+  const BitmapCheck& check = *read.check;
+  const int64_t set = read.stream.set, n = read.stream.n;
   if (!check.corrupt && check.set == set) return;
   if (failed && grid_thread() == 0) atomicExch(failed, 1 + first + int32_t(blockIdx.y));
-  uint8_t* bitmap = streams.of[blockIdx.y].bitmap;
+  uint8_t* bitmap = read.stream.bitmap;
   for (int64_t w = grid_thread(); 32 * w < n; w += grid_threads()) store_word(bitmap, w, n, set > 0 ? 0u : ~0u);
 }
 

@@ -1,6 +1,5 @@
 #include "cuda/index_code.cuh"
 
-#include "cuda/block/bitmap_tiles.h"
 #include "cuda/block/launch.h"
 #include "cuda/block/table.h"
 #include "cuda/ops.h"
@@ -10,57 +9,46 @@ namespace {
 
 constexpr int64_t kMostEntries = 65535;  // blocks along y
 
-struct IndexPlan {
-  uint32_t* nbytes;
-  uint8_t* ks;
-  int64_t *offsets, *total;
-  uint32_t* unsound;
-
-  IndexPlan(Arena& arena, int64_t count)
-      : nbytes(arena.take<uint32_t>(index_blocks(count))),
-        ks(arena.take<uint8_t>(index_blocks(count))),
-        offsets(arena.take<int64_t>(index_blocks(count) + 1)),
-        total(arena.take<int64_t>(1)),
-        unsound(arena.take<uint32_t>(1)) {}
-};
-
-// Computes the number of bits set before each tile, if the stream has a bitmap.
-void count_tiles(const uint8_t* bytes, int64_t nbytes, int64_t numel, int64_t count, const BitmapOffsets& tiles,
-                 int64_t* total, cudaStream_t stream) {
-  launch(stream, grid_of(tiles.grid()), kBlock, kernel<index_count_kernel>, bytes, nbytes, numel, count, tiles.counts);
-  tiles.scan(total, stream);
-}
-
-unsigned grid_of_indices(const BitmapOffsets& tiles, int64_t count) {
-  return grid_for(index_blocks(count) > tiles.tiles ? index_blocks(count) : tiles.tiles);
-}
-
 }  // namespace
 
-int64_t index_code_encode(void* workspace, const int32_t* indices, int64_t count, int64_t numel, uint8_t* out,
-                          int64_t capacity, int64_t* nbytes, cudaStream_t stream) {
+int64_t index_code_encode(void* workspace, const IndexSource* table, int64_t count, cudaStream_t stream) {
   Arena arena(workspace);
-  const IndexPlan plan(arena, count);
+  auto* states = arena.take<IndexPlanState>(count);
+  std::vector<IndexPlan> plans;
+  int64_t most = 0, pieces = 1;  // blocks of gaps; and pieces of work of a stream
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t blocks = index_blocks(table[i].count);
+    plans.push_back({table[i], workspace ? states + i : nullptr, arena.take<uint32_t>(blocks),
+                     arena.take<uint8_t>(blocks), arena.take<int64_t>(blocks + 1)});
+    most = std::max(most, blocks);
+    if (table[i].capacity > 0) pieces = std::max({pieces, blocks, ceil_div(table[i].numel, kTile)});
+  }
   if (!workspace) return arena.nbytes();
-  const int64_t blocks = index_blocks(count), tiles = ceil_div(numel, kTile);
-  clear(plan.unsound, sizeof *plan.unsound, stream);
-  launch(stream, grid_of(grid_for(blocks)), kBlock, kernel<index_plan_kernel>, indices, count, numel, plan.nbytes,
-         plan.ks, plan.unsound);
-  launch(stream, grid_of(1), kScanBlock, kernel<scan_counts_kernel>, plan.nbytes, blocks, plan.offsets, plan.total);
-  launch(stream, grid_of(capacity > 0 ? grid_for(blocks > tiles ? blocks : tiles) : 1), kBlock,
-         kernel<index_write_kernel>, indices, count, numel, plan.offsets, plan.ks, plan.unsound, out, capacity, nbytes);
+  clear(states, count * int64_t(sizeof *states), stream);
+  for_each_batch(plans, [&](const Batch<IndexPlan>& batch, unsigned some) {
+    launch(stream, grid_of(grid_for_each(some, most), some), kBlock, kernel<index_plan_kernel>, batch);
+    launch(stream, grid_of(grid_for_each(some, pieces), some), kBlock, kernel<index_write_kernel>, batch);
+  });
   return 0;
 }
 
-int64_t index_code_decode(void* workspace, const uint8_t* bytes, int64_t nbytes, int64_t numel, int64_t count,
-                          int32_t* indices, int32_t* failed, cudaStream_t stream) {
+int64_t index_code_decode(void* workspace, const IndexStream* table, int64_t count, int32_t* failed,
+                          cudaStream_t stream) {
   Arena arena(workspace);
-  const BitmapOffsets tiles(arena, numel);
-  auto* total = arena.take<int64_t>(1);
+  std::vector<IndexRead> reads;
+  int64_t most = 0, pieces = 0;  // tiles; and pieces of work of a stream
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t tiles = ceil_div(table[i].numel, kTile);
+    reads.push_back({table[i], arena.take<uint32_t>(tiles), arena.take<int64_t>(tiles + 1)});
+    most = std::max(most, tiles);
+    pieces = std::max({pieces, tiles, index_blocks(table[i].count)});
+  }
   if (!workspace) return arena.nbytes();
-  count_tiles(bytes, nbytes, numel, count, tiles, total, stream);
-  launch(stream, grid_of(grid_of_indices(tiles, count)), kBlock, kernel<index_code_decode_kernel>, bytes, nbytes, numel,
-         count, tiles.offsets, indices, failed);
+  for_each_batch(reads, [&](const Batch<IndexRead>& batch, unsigned some) {
+    launch(stream, grid_of(grid_for_each(some, most), some), kBlock, kernel<index_count_kernel>, batch);
+    launch(stream, grid_of(1, some), kScanBlock, kernel<index_scan_kernel>, batch);
+    launch(stream, grid_of(grid_for_each(some, pieces), some), kBlock, kernel<index_code_decode_kernel>, batch, failed);
+  });
   return 0;
 }
 

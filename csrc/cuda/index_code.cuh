@@ -23,10 +23,25 @@ GZ_DEVICE int64_t base_of(const int32_t* indices, int64_t b) {
   return b ? __ldg(indices + b * kIndexBlock - 1) + int64_t(1) : 0;
 }
 
-// The size of each block with its best k. *unsound, 0 at launch, becomes 1 unless the indices ascend within [0, numel).
-__global__ void __launch_bounds__(kBlock) index_plan_kernel(const int32_t* indices, int64_t count, int64_t numel,
-                                                            uint32_t* nbytes, uint8_t* ks, uint32_t* unsound) {
+// Zero at launch.
+struct IndexPlanState {
+  uint32_t unsound, ticket;  // unsound: the indices do not ascend within [0, numel)
+};
+
+// The size of each block with its best k, and where it begins behind the table.
+struct IndexPlan {
+  IndexSource source;
+  IndexPlanState* state;
+  uint32_t* nbytes;
+  uint8_t* ks;
+  int64_t* offsets;
+};
+
+__global__ void __launch_bounds__(kBlock) index_plan_kernel(Batch<IndexPlan> batch) {
   __shared__ int64_t partial[kLanes];
+  const auto [source, state, nbytes, ks, offsets] = batch.of[blockIdx.y];
+  const int32_t* indices = source.indices;
+  const int64_t count = source.count, numel = source.numel;
   for (int64_t b = blockIdx.x; b * kIndexBlock < count; b += gridDim.x) {
     const int64_t begin = b * kIndexBlock, base = base_of(indices, b);
     const int n = int(count - begin < kIndexBlock ? count - begin : kIndexBlock);
@@ -47,11 +62,12 @@ __global__ void __launch_bounds__(kBlock) index_plan_kernel(const int32_t* indic
       const int64_t size = index_block_nbytes(n, low + j, block_sum(above[j], partial));
       if (j == 0 || size < best) best = size, k = low + j;
     }
-    if (bad) report(unsound);
+    if (bad) report(&state->unsound);
     if (threadIdx.x != 0) continue;
     nbytes[b] = uint32_t(best);
     ks[b] = uint8_t(k);
   }
+  if (last_block(&state->ticket)) scan_counts<kBlock>(nbytes, index_blocks(count), offsets);
 }
 
 // store_bytes, by the first threads of the block.
@@ -125,18 +141,19 @@ GZ_DEVICE void write_bitmap_tile(const int32_t* indices, int64_t count, int64_t 
   __syncthreads();
 }
 
-// offsets[b] is the position of block b. *nbytes becomes the size of the stream, -1 for invalid indices; the stream is
-// not written if it exceeds `capacity`.
-__global__ void __launch_bounds__(kBlock)
-    index_write_kernel(const int32_t* indices, int64_t count, int64_t numel, const int64_t* offsets, const uint8_t* ks,
-                       const uint32_t* unsound, uint8_t* out, int64_t capacity, int64_t* nbytes) {
+// Writes the size of the stream, -1 for invalid indices; and the stream, unless it exceeds the capacity.
+__global__ void __launch_bounds__(kBlock) index_write_kernel(Batch<IndexPlan> batch) {
   __shared__ uint32_t codes[kIndexBlock], unary[kUnaryWords], partial[kLanes];
+  const IndexPlan& plan = shared_entry(batch);
+  const auto [indices, count, numel, begin_of_stream, capacity, size] = plan.source;
+  const int64_t* offsets = plan.offsets;
   const int64_t blocks = index_blocks(count), header = sizeof(IndexHeader),
                 table = blocks * int64_t(sizeof(IndexBlock));
   const int64_t plain = header + (numel + 7) / 8, coded = header + table + offsets[blocks];
-  const int64_t total = *unsound ? -1 : coded < plain ? coded : plain;
-  if (grid_thread() == 0) *nbytes = total;
+  const int64_t total = plan.state->unsound ? -1 : coded < plain ? coded : plain;
+  if (grid_thread() == 0) *size = total;
   if (total < 0 || total > capacity) return;
+  uint8_t* out = begin_of_stream;
   if (blockIdx.x == 0) {
     store_bytes_together(out, coded < plain, 4);
     store_bytes_together(out + 4, uint64_t(count), 4);
@@ -153,7 +170,7 @@ __global__ void __launch_bounds__(kBlock)
     const int n = int(count - begin < kIndexBlock ? count - begin : kIndexBlock);
     store_bytes_together(out + b * int64_t(sizeof(IndexBlock)), uint64_t(__ldg(indices + begin + n - 1)) + 1, 4);
     store_bytes_together(out + b * int64_t(sizeof(IndexBlock)) + 4, uint64_t(offsets[b + 1]), 4);
-    write_index_block(indices + begin, n, base_of(indices, b), ks[b], int(offsets[b + 1] - offsets[b]),
+    write_index_block(indices + begin, n, base_of(indices, b), plan.ks[b], int(offsets[b + 1] - offsets[b]),
                       out + table + offsets[b], codes, unary, partial);
   }
 }
@@ -162,19 +179,19 @@ __global__ void __launch_bounds__(kBlock)
 
 enum class IndexForm { bitmap, coded, corrupt };
 
-struct IndexStream {
+struct OpenedIndices {
   IndexForm form;
   const uint8_t* body;
   int64_t nbytes;  // of the body
 };
 
-GZ_DEVICE IndexStream open_index_stream(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count) {
+GZ_DEVICE OpenedIndices open_index_stream(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count) {
   const int64_t header = sizeof(IndexHeader);
-  const IndexStream corrupt{IndexForm::corrupt, nullptr, 0};
+  const OpenedIndices corrupt{IndexForm::corrupt, nullptr, 0};
   if (nbytes < header || count > numel) return corrupt;
   const uint32_t coded = load_bytes<uint32_t>(stream), claimed = load_bytes<uint32_t>(stream + 8);
   if (coded > 1 || load_bytes<uint32_t>(stream + 4) != count || !index_stream_fits(claimed, nbytes)) return corrupt;
-  const IndexStream opened{coded ? IndexForm::coded : IndexForm::bitmap, stream + header, int64_t(claimed) - header};
+  const OpenedIndices opened{coded ? IndexForm::coded : IndexForm::bitmap, stream + header, int64_t(claimed) - header};
   if (coded) {
     const int64_t table = index_blocks(count) * int64_t(sizeof(IndexBlock));
     return opened.nbytes < table || (count == 0 && opened.nbytes != 0) ? corrupt : opened;
@@ -186,7 +203,7 @@ GZ_DEVICE IndexStream open_index_stream(const uint8_t* stream, int64_t nbytes, i
 // The number of bits set in each tile of the bitmap; 0 if the stream has none.
 GZ_DEVICE void count_tiles_of(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count, uint32_t* counts) {
   __shared__ uint32_t partial[kLanes];
-  const IndexStream opened = open_index_stream(stream, nbytes, numel, count);
+  const OpenedIndices opened = open_index_stream(stream, nbytes, numel, count);
   const int64_t bits = opened.form == IndexForm::bitmap ? numel : 0;
   for (int64_t tile = blockIdx.x; tile * kTile < numel; tile += gridDim.x) {
     const uint32_t set = block_sum(uint32_t(__popc(load_word(opened.body, tile_word(tile), bits))), partial);
@@ -194,9 +211,21 @@ GZ_DEVICE void count_tiles_of(const uint8_t* stream, int64_t nbytes, int64_t num
   }
 }
 
-__global__ void __launch_bounds__(kBlock)
-    index_count_kernel(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count, uint32_t* counts) {
-  count_tiles_of(stream, nbytes, numel, count, counts);
+struct IndexRead {
+  IndexStream stream;
+  uint32_t* counts;  // of the tiles of a bitmap
+  int64_t* offsets;
+};
+
+__global__ void __launch_bounds__(kBlock) index_count_kernel(Batch<IndexRead> batch) {
+  const auto [stream, counts, offsets] = batch.of[blockIdx.y];
+  count_tiles_of(stream.bytes, stream.nbytes, stream.numel, stream.count, counts);
+}
+
+// One block for each stream.
+__global__ void __launch_bounds__(kScanBlock) index_scan_kernel(Batch<IndexRead> batch) {
+  const auto [stream, counts, offsets] = batch.of[blockIdx.y];
+  scan_counts(counts, (stream.numel + kTile - 1) / kTile, offsets);
 }
 
 // Reads the n indices of a block, in [base, end), to shared memory. Returns false unless there are exactly n, the last
@@ -248,7 +277,7 @@ GZ_DEVICE void for_each_index(const uint8_t* stream, int64_t nbytes, int64_t num
                               const int64_t* offsets, int32_t* failed, Value value, Emit emit) {
   __shared__ uint32_t indices[kIndexBlock], partial[kLanes];
   __shared__ int64_t wide_partial[kLanes], last;
-  const IndexStream opened = open_index_stream(stream, nbytes, numel, count);
+  const OpenedIndices opened = open_index_stream(stream, nbytes, numel, count);
   if (opened.form == IndexForm::bitmap && offsets[(numel + kTile - 1) / kTile] == count) {
     for_each_bit<true>(
         opened.body, numel, offsets, [&](int64_t i, bool, int64_t rank) { return value(i, rank); }, emit);
@@ -280,11 +309,13 @@ GZ_DEVICE void for_each_index(const uint8_t* stream, int64_t nbytes, int64_t num
   }
 }
 
-__global__ void __launch_bounds__(kBlock)
-    index_code_decode_kernel(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count,
-                             const int64_t* offsets, int32_t* indices, int32_t* failed) {
+__global__ void __launch_bounds__(kBlock) index_code_decode_kernel(Batch<IndexRead> batch, int32_t* failed) {
+  const IndexRead& read = shared_entry(batch);
+  const IndexStream& stream = read.stream;
+  int32_t* indices = stream.indices;
   for_each_index(
-      stream, nbytes, numel, count, offsets, failed, [&](int64_t i, int64_t) { return int32_t(i); },
+      stream.bytes, stream.nbytes, stream.numel, stream.count, read.offsets, failed,
+      [&](int64_t i, int64_t) { return int32_t(i); },
       [&](int64_t, int64_t rank, int32_t index) { indices[rank] = index; });
 }
 

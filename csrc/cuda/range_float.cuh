@@ -5,6 +5,7 @@
 #include "common/range_float_fit.h"
 #include "cuda/block/bit_stream.cuh"
 #include "cuda/block/bytes.cuh"
+#include "cuda/block/table.cuh"
 
 namespace gradzip::cuda {
 
@@ -14,9 +15,15 @@ struct FitState {
   uint32_t histogram[kBins];
 };
 
-__global__ void __launch_bounds__(kBlock) range_kernel(const float* x, int64_t n, FitState* state) {
+struct FitEntry {
+  RangeFit source;
+  FitState* state;
+};
+
+__global__ void __launch_bounds__(kBlock) range_kernel(Batch<FitEntry> batch) {
+  const FitEntry& entry = batch.of[blockIdx.y];
   uint32_t low = 0, high = 0;
-  for_each(x, n, [&](float value) {
+  for_each(entry.source.x, entry.source.n, [&](float value) {
     const uint32_t u = float_bits(value), m = u & 0x7fffffffu, number = m <= kInfBits ? m : 0u;  // NaN does not count
     const uint32_t down = u >> 31 ? number : 0u, up = u >> 31 ? 0u : number;
     low = low > down ? low : down;
@@ -24,12 +31,15 @@ __global__ void __launch_bounds__(kBlock) range_kernel(const float* x, int64_t n
   });
   low = warp_max(low);
   high = warp_max(high);
-  if (lane() == 0 && low > 0) atomicMax(&state->low, low);
-  if (lane() == 0 && high > 0) atomicMax(&state->high, high);
+  if (lane() == 0 && low > 0) atomicMax(&entry.state->low, low);
+  if (lane() == 0 && high > 0) atomicMax(&entry.state->high, high);
 }
 
-__global__ void __launch_bounds__(kBlock) histogram_kernel(const float* x, int64_t n, FitState* state) {
+__global__ void __launch_bounds__(kBlock) histogram_kernel(Batch<FitEntry> batch) {
   __shared__ uint32_t counts[kBins];
+  const auto [source, state] = batch.of[blockIdx.y];
+  const float* x = source.x;
+  const int64_t n = source.n;
   for (int bin = int(threadIdx.x); bin < kBins; bin += kBlock) counts[bin] = 0;
   __syncthreads();
   const int64_t step = histogram_step(n);
@@ -41,12 +51,13 @@ __global__ void __launch_bounds__(kBlock) histogram_kernel(const float* x, int64
     if (counts[bin]) atomicAdd(&state->histogram[bin], counts[bin]);
 }
 
-// One block, one warp per mantissa. mantissa < 0 picks the best; vmin > vmax uses the range found.
+// A block for each entry, one warp per mantissa. mantissa < 0 picks the best; vmin > vmax uses the range found.
 constexpr int kMostBits = 16;
 constexpr int kFitBlock = kMostBits * kLanes;
 __global__ void __launch_bounds__(kFitBlock)
-    fit_kernel(const FitState* state, int bits, int mantissa, float vmin, float vmax, RangeFloat* format) {
+    fit_kernel(Batch<FitEntry> batch, int bits, int mantissa, float vmin, float vmax) {
   __shared__ double errors[kMostBits];
+  const FitState* state = batch.of[blockIdx.y].state;
   if (vmin > vmax) {
     vmin = state->low ? -bits_float(state->low) : 0.0f;
     vmax = bits_float(state->high);
@@ -69,7 +80,7 @@ __global__ void __launch_bounds__(kFitBlock)
     for (int m = 2; m <= bits; ++m)
       if (errors[m - 1] < errors[mantissa - 1]) mantissa = m;
   }
-  *format = make_range_float(bits, mantissa, vmin, vmax);
+  *batch.of[blockIdx.y].source.format = make_range_float(bits, mantissa, vmin, vmax);
 }
 static_assert(kErrorLanes == kLanes, "a lane forms one of the sums");
 
@@ -128,22 +139,24 @@ __global__ void __launch_bounds__(kBlock)
 // The same, packed. `bits` is that of the format, which the host knows.
 template <bool kStochastic>
 __global__ void __launch_bounds__(kBlock)
-    encode_packed_kernel(const RangeFloat* words, const float* x, int64_t n, int bits, uint64_t key,
-                         const int64_t* replays, uint8_t* packed, int64_t* outside) {
+    encode_packed_kernel(Batch<RangeSource> batch, int bits, const int64_t* replays) {
   __shared__ uint32_t tile[kPackTile];
-  const RangeFloat format = *words;
+  const RangeSource& source = batch.of[blockIdx.y];
+  const float* x = source.x;
+  const int64_t n = source.n;
+  const RangeFloat format = *source.format;
   const Rounding rounding = range_rounding(format, kStochastic);
   const CodeWidth width(bits);
-  if (kStochastic) key = replay_key(key, replays);
+  const uint64_t key = kStochastic ? replay_key(source.key, replays) : 0;
   int out = 0;
   for (int64_t first = int64_t(blockIdx.x) * kPackTile; first < n; first += int64_t(gridDim.x) * kPackTile) {
     const int64_t mine = first + 4 * int64_t(threadIdx.x);
     if (mine < n) out += encode4(format, rounding, x, mine, n, kStochastic, key, tile + 4 * threadIdx.x);
     __syncthreads();
-    pack_tile(tile, int(n - first < kPackTile ? n - first : kPackTile), width, packed + first / 8 * bits);
+    pack_tile(tile, int(n - first < kPackTile ? n - first : kPackTile), width, source.packed + first / 8 * bits);
     __syncthreads();
   }
-  add_outside(out, outside);
+  add_outside(out, source.outside);
 }
 
 // A code that there is not becomes NaN, since nobody may be reading the flag; so does every one if the format is invalid.

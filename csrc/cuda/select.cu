@@ -6,10 +6,10 @@ namespace gradzip::cuda {
 int64_t select(void* workspace, const float* x, int64_t n, int64_t k, Selection* selection, cudaStream_t stream) {
   Arena arena(workspace);
   auto* state = arena.take<SelectState>(1);
-  const SelectLaunch passes(n, arena);
+  const SelectLaunch passes(arena, {{x, n, k, state, selection, {}}});
   if (!workspace) return arena.nbytes();
   clear(state, sizeof *state, stream);
-  passes.launch_on(stream, x, n, k, state, selection);
+  passes.launch_on(stream);
   return 0;
 }
 

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "common/selection.h"
-#include "cuda/block/block.cuh"
+#include "cuda/block/table.cuh"
 
 namespace gradzip::cuda {
 
@@ -30,6 +30,15 @@ struct SelectState {
 struct SelectCandidates {
   uint32_t *magnitudes, *counts;
   int64_t room;
+};
+
+// A vector of n elements, of which the k largest are selected.
+struct SelectEntry {
+  const float* x;
+  int64_t n, k;
+  SelectState* state;
+  Selection* selection;
+  SelectCandidates candidates;
 };
 
 // The bits of a magnitude by which pass kPass counts it.
@@ -68,8 +77,10 @@ GZ_DEVICE void select_find(int64_t k, int shift, bool last_pass, uint64_t* histo
 }
 
 template <int kPass>
-__global__ void __launch_bounds__(kSelectBlock) select_kernel(const float* x, int64_t n, int64_t k, SelectState* state,
-                                                              Selection* selection, SelectCandidates candidates) {
+__global__ void __launch_bounds__(kSelectBlock) select_kernel(Batch<SelectEntry> batch) {
+  const SelectEntry& entry = batch.of[blockIdx.y];
+  SelectState* state = entry.state;
+  const SelectCandidates candidates = entry.candidates;
   using Digit = SelectDigit<kPass>;
   constexpr int kBins = Digit::kBins;
   __shared__ uint32_t counts[kBins * kSelectCopies];
@@ -92,7 +103,7 @@ __global__ void __launch_bounds__(kSelectBlock) select_kernel(const float* x, in
     const uint32_t of_block = candidates.counts[blockIdx.x];
     for (uint32_t i = threadIdx.x; i < of_block; i += kSelectBlock) count(mine[i]);
   } else {
-    for_each(x, n, [&](float value) { count(magnitude(value)); });
+    for_each(entry.x, entry.n, [&](float value) { count(magnitude(value)); });
   }
   __syncthreads();
   if (kPass == 1 && threadIdx.x == 0) {
@@ -106,7 +117,7 @@ __global__ void __launch_bounds__(kSelectBlock) select_kernel(const float* x, in
     if (count) atomic_add(&histogram[bin], count);
   }
   if (!last_block(&state->ticket[kPass])) return;
-  select_find<kBins>(k, Digit::kShift, kPass == kSelectPasses - 1, histogram, state, selection);
+  select_find<kBins>(entry.k, Digit::kShift, kPass == kSelectPasses - 1, histogram, state, entry.selection);
 }
 
 }  // namespace gradzip::cuda

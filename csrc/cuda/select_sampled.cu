@@ -20,7 +20,7 @@ int64_t select_sampled(void* workspace, const float* x, int64_t n, int64_t k, ui
   auto* state = arena.take<SampledState>(1);
   auto* exact = arena.take<Selection>(1);
   auto* sample = arena.take<float>(largest_sample(n, k));
-  const SelectLaunch passes(n, arena);
+  const SelectLaunch passes(arena, {{x, n, k, workspace ? &state->exact : nullptr, exact, {}}});
   if (!workspace) return arena.nbytes();
   clear(state, sizeof *state, stream);
   uint64_t counter = 0;
@@ -32,7 +32,7 @@ int64_t select_sampled(void* workspace, const float* x, int64_t n, int64_t k, ui
            state, selection, count);
     counter += uint64_t(size) / 4;
   }
-  passes.launch_on(stream, x, n, k, &state->exact, exact);
+  passes.launch_on(stream);
   launch(stream, grid_of(1), kLanes, kernel<sample_finish_kernel>, n, k, state, exact, selection, count);
   return 0;
 }

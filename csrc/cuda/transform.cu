@@ -1,6 +1,7 @@
 #include "cuda/transform.cuh"
 
 #include "cuda/block/launch.h"
+#include "cuda/block/table.h"
 #include "cuda/ops.h"
 
 namespace gradzip::cuda {
@@ -34,11 +35,11 @@ void with_tile(uint32_t code, F f) {
                DctRow<7, 7>>(code, f);
 }
 
-template <class T = Tile>
-dim3 tile_grid(const TransformLayout& t) {
-  return grid_of(grid_for(t.tiles, T::kBlocks));
+dim3 tile_grid(const TransformLayout& t) { return grid_of(grid_for(t.tiles, Tile::kBlocks)); }
+// A warp for each tile of `count` vectors.
+dim3 warp_grid(int64_t count, int64_t tiles, int block) {
+  return grid_of(grid_for_each(count, ceil_div(tiles, block / kLanes), 2048 / block), unsigned(count));
 }
-dim3 warp_grid(int64_t tiles, int block) { return grid_of(grid_for(ceil_div(tiles, block / kLanes), 2048 / block)); }
 
 }  // namespace
 
@@ -52,60 +53,91 @@ void transform_inverse(const float* coefficients, int64_t n, uint32_t code, floa
   launch(stream, tile_grid(t), Tile::kThreads, kernel<transform_inverse_kernel<Tile>>, t, coefficients, x);
 }
 
-int64_t transform_select(void* workspace, const float* x, int64_t n, uint32_t code, int64_t k, float* scratch,
-                         int64_t scratch_numel, uint8_t* bitmap, float* values, cudaStream_t stream) {
-  TransformSelect s{};
-  s.t = layout_of(code, n);
-  s.k = k;
-  const int64_t room = s.t.tiles * s.t.tile;
+int64_t transform_select(void* workspace, const TransformSource* table, int64_t count, uint32_t code,
+                         cudaStream_t stream) {
   Arena arena(workspace);
-  s.state = arena.take<TransformSelectState>(1);
-  s.selection = arena.take<Selection>(1);
-  s.tiles = arena.take<TileSelection>(s.t.tiles);
-  s.marks = arena.take<uint32_t>(room / s.t.group / 32);
-  s.candidates = scratch_numel >= room ? scratch : arena.take<float>(room);
-  auto* amax = arena.take<float>(1);
-  s.amax = amax;
+  auto* states = arena.take<TransformSelectState>(count);
+  auto* amax = arena.take<float>(count);
+  std::vector<TransformSelect> selects;
+  std::vector<Matrix> columns;
+  int64_t most = 1;  // tiles
+  for (int64_t i = 0; i < count; ++i) {
+    const auto [x, n, k, scratch, scratch_numel, bitmap, values] = table[i];
+    const TransformLayout t = layout_of(code, n);
+    const int64_t room = t.tiles * t.tile;
+    auto* selection = arena.take<Selection>(1);
+    auto* tiles = arena.take<SelectedTile>(t.tiles);
+    auto* marks = arena.take<uint32_t>(room / t.group / 32);
+    auto* candidates = scratch_numel >= room ? scratch : arena.take<float>(room);
+    selects.push_back({t, x, k, bitmap, values, workspace ? amax + i : nullptr, workspace ? states + i : nullptr,
+                       selection, tiles, marks, candidates});
+    columns.push_back({const_cast<float*>(x), n, 1});
+    most = std::max(most, t.tiles);
+  }
   if (!workspace) return arena.nbytes();
-  clear(s.state, sizeof *s.state, stream);
-  if (s.t.group == 2) abs_max(x, n, amax, stream);
-  with_tile(code, [&](auto kind) {
-    using T = typename decltype(kind)::Tile;
-    launch(stream, tile_grid<T>(s.t), T::kThreads, kernel<transform_rank_kernel<T>>, s, x);
-    launch(stream, tile_grid<T>(s.t), T::kThreads, kernel<transform_collect_kernel<T>>, s, x);
+  clear(states, count * int64_t(sizeof *states), stream);
+  if (layout_of(code, 0).group == 2) abs_max_columns(columns.data(), count, amax, stream);
+  for_each_batch(selects, [&](const Batch<TransformSelect>& batch, unsigned some) {
+    with_tile(code, [&](auto kind) {
+      using T = typename decltype(kind)::Tile;
+      const dim3 grid = grid_of(grid_for_each(some, most, T::kBlocks), some);
+      launch(stream, grid, T::kThreads, kernel<transform_rank_kernel<T>>, batch);
+      launch(stream, grid, T::kThreads, kernel<transform_collect_kernel<T>>, batch);
+    });
+    const dim3 by_warp = warp_grid(some, most, kTransformBlock);
+    launch(stream, by_warp, kTransformBlock, kernel<transform_refine_kernel>, batch);
+    launch(stream, by_warp, kTransformBlock, kernel<transform_count_kernel>, batch);
+    launch(stream, grid_of(grid_for_each(some, most, 2048 / kEmitBlock), some), kEmitBlock,
+           kernel<transform_emit_kernel>, batch);
   });
-  const dim3 by_warp = warp_grid(s.t.tiles, kTransformBlock);
-  launch(stream, by_warp, kTransformBlock, kernel<transform_refine_kernel>, s);
-  launch(stream, by_warp, kTransformBlock, kernel<transform_count_kernel>, s);
-  const dim3 emitting = grid_of(grid_for(s.t.tiles, 2048 / kEmitBlock));
-  launch(stream, emitting, kEmitBlock, kernel<transform_emit_kernel>, s, bitmap, values);
   return 0;
 }
 
-int64_t transform_decode(void* workspace, const TransformPart* parts, int64_t count, uint32_t code, float weight,
-                         bool add, float* out, int64_t n, int32_t* failed, cudaStream_t stream) {
-  const TransformLayout t = layout_of(code, n);
-  if (count > kMostParts) throw std::invalid_argument("transform_decode: more than 16 parts");
-  Arena arena(workspace);
-  auto* counts = arena.take<uint32_t>(count * t.tiles);
-  auto* offsets = arena.take<int64_t>(count * (t.tiles + 1));
-  auto* formats = arena.take<RangeFloat>(count);
-  auto* invalid = arena.take<int32_t>(1);
-  if (!workspace) return arena.nbytes();
-  TransformParts table{};
-  table.count = int(count);
-  for (int64_t c = 0; c < count; ++c) table.of[c] = parts[c];
-  clear(invalid, sizeof *invalid, stream);
-  if (count > 0) {
-    launch(stream, warp_grid(count * t.tiles, kBlock), kBlock, kernel<transform_parts_count_kernel>, t, table, counts);
-    launch(stream, grid_of(unsigned(count)), kScanBlock, kernel<transform_parts_scan_kernel>, t, table, counts, offsets,
-           formats, invalid);
+int64_t transform_decode(void* workspace, const WeightedSum* table, int64_t count, const TransformPart* parts,
+                         uint32_t code, float weight, int32_t* failed, cudaStream_t stream) {
+  // Sums that share a launch, and the tiles of their parts, and one more of each.
+  struct Some {
+    TransformSums sums{};
+    int32_t count = 0, parts = 0;
+    int64_t tiles = 0, most = 1;
+  };
+  std::vector<Some> launches;
+  int64_t first = 0, tiles = 0;
+  for (int64_t i = 0; i < count; first += table[i++].terms) {
+    if (table[i].terms > kMostParts) throw std::invalid_argument("transform_decode: more than 16 parts");
+    const auto terms = int32_t(table[i].terms);
+    if (launches.empty() || launches.back().parts + terms > kMostParts || launches.back().count == kMostParts)
+      launches.emplace_back();
+    Some& some = launches.back();
+    const TransformLayout t = layout_of(code, table[i].n);
+    for (int32_t c = 0; c < terms; ++c) {
+      some.sums.of[some.parts + c] = parts[first + c];
+      some.sums.sum_of[some.parts + c] = some.count;
+    }
+    some.sums.sums[some.count++] = {t, table[i].out, some.tiles, some.parts, terms, int32_t(first), table[i].add != 0};
+    some.parts += terms;
+    some.tiles += terms * (t.tiles + 1);
+    some.most = std::max(some.most, t.tiles);
+    tiles = std::max(tiles, some.tiles);
   }
-  with_tile(code, [&](auto kind) {
-    using T = typename decltype(kind)::Tile;
-    launch(stream, tile_grid<T>(t), T::kThreads, kernel<transform_decode_kernel<T>>, t, table, offsets, formats,
-           invalid, weight, add, out, failed);
-  });
+  Arena arena(workspace);
+  const TransformScratch scratch{arena.take<uint32_t>(tiles), arena.take<int64_t>(tiles),
+                                 arena.take<RangeFloat>(kMostParts), arena.take<int32_t>(kMostParts)};
+  if (!workspace) return arena.nbytes();
+  for (const Some& some : launches) {
+    clear(scratch.invalid, some.count * int64_t(sizeof(int32_t)), stream);
+    if (some.parts > 0) {
+      launch(stream, warp_grid(some.parts, some.most, kBlock), kBlock, kernel<transform_parts_count_kernel>, some.sums,
+             scratch);
+      launch(stream, grid_of(unsigned(some.parts)), kScanBlock, kernel<transform_parts_scan_kernel>, some.sums,
+             scratch);
+    }
+    with_tile(code, [&](auto kind) {
+      using T = typename decltype(kind)::Tile;
+      launch(stream, grid_of(grid_for_each(some.count, some.most, T::kBlocks), unsigned(some.count)), T::kThreads,
+             kernel<transform_decode_kernel<T>>, some.sums, scratch, weight, failed);
+    });
+  }
   return 0;
 }
 

@@ -24,6 +24,7 @@
 #include "cuda/block/code_stream.cuh"
 #include "cuda/block/quads.cuh"
 #include "cuda/block/ranked_words.cuh"
+#include "cuda/block/selected_tiles.cuh"
 #include "cuda/select.cuh"
 #include "cuda/transform_rows.cuh"
 #include "cuda/transform_tile.cuh"
@@ -66,12 +67,6 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 
 // --- selection
 
-// Counts per tile. Offsets are of the groups kept before a tile; `ties` is how many of its ties may be kept.
-struct TileSelection {
-  uint32_t candidates, above, equal, ties;
-  int64_t offset;
-};
-
 // Zero at the first pass.
 struct TransformSelectState {
   SelectState select;
@@ -87,11 +82,14 @@ GZ_DEVICE uint32_t transform_rank(int group, float re, float im, float scale) {
 
 struct TransformSelect {
   TransformLayout t;
+  const float* x;
   int64_t k;
+  uint8_t* bitmap;
+  float* values;
   const float* amax;  // of the data; used for pairs
   TransformSelectState* state;
   Selection* selection;
-  TileSelection* tiles;
+  SelectedTile* tiles;
   uint32_t* marks;  // the bitmap of candidates, in whole words
   float* candidates;  // a tile's begin where the tile does: real parts, and, tile_groups() later, imaginary parts
 
@@ -126,7 +124,8 @@ GZ_DEVICE void find_digit(const TransformSelect& s, const uint32_t* counts) {
 
 // Finds the first digit of the k-th largest magnitude.
 template <class T>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocks) transform_rank_kernel(TransformSelect s, const float* x) {
+__global__ void __launch_bounds__(T::kThreads, T::kBlocks) transform_rank_kernel(Batch<TransformSelect> batch) {
+  const TransformSelect& s = shared_entry(batch);
   using Digit = SelectDigit<0>;
   // Neighbouring lanes add to different copies, and for zeros, which do not count, to numbers of their own: this takes
   // fewer instructions than a branch.
@@ -138,7 +137,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) transform_rank_kernel
   T tile(s.t);
   for (int64_t i = blockIdx.x; i < s.t.tiles; i += gridDim.x) {
     tile.open(i);
-    tile.load(x + s.t.begin(i));
+    tile.load(s.x + s.t.begin(i));
     tile.forward();
     tile.for_each_group([&](int, float re, float im) {
       const uint32_t m = transform_rank(tile.group(), re, im, scale);
@@ -151,7 +150,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) transform_rank_kernel
 // Writes the candidates, those that share the first digit or have a larger one, and finds the second digit. All groups
 // are candidates if fewer than k are not zero.
 template <class T>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocks) transform_collect_kernel(TransformSelect s, const float* x) {
+__global__ void __launch_bounds__(T::kThreads, T::kBlocks) transform_collect_kernel(Batch<TransformSelect> batch) {
+  const TransformSelect& s = shared_entry(batch);
   using Digit = SelectDigit<1>;
   __shared__ uint32_t counts[Digit::kBins + kLanes];
   __shared__ RankedWord votes[T::kVotes];
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) transform_collect_ker
   T tile(s.t);
   for (int64_t i = blockIdx.x; i < s.t.tiles; i += gridDim.x) {
     tile.open(i);
-    tile.load(x + s.t.begin(i));
+    tile.load(s.x + s.t.begin(i));
     tile.forward();
     tile.vote(votes, [&](float re, float im) {
       const uint32_t m = transform_rank(tile.group(), re, im, scale), bin = (m - first) >> Digit::kShift;
@@ -194,7 +194,8 @@ GZ_DEVICE void for_each_warp_tile(int64_t tiles, F f) {
 }
 
 // Finds the last digit, by the candidates.
-__global__ void __launch_bounds__(kTransformBlock) transform_refine_kernel(TransformSelect s) {
+__global__ void __launch_bounds__(kTransformBlock) transform_refine_kernel(Batch<TransformSelect> batch) {
+  const TransformSelect& s = batch.of[blockIdx.y];
   using Digit = SelectDigit<2>;
   __shared__ uint32_t counts[Digit::kBins];
   if (s.state->select.done) return;
@@ -212,8 +213,8 @@ __global__ void __launch_bounds__(kTransformBlock) transform_refine_kernel(Trans
 }
 
 // Counts the candidates to keep, and finds where those of each tile go.
-__global__ void __launch_bounds__(kTransformBlock) transform_count_kernel(TransformSelect s) {
-  __shared__ uint64_t partial[kLanes];
+__global__ void __launch_bounds__(kTransformBlock) transform_count_kernel(Batch<TransformSelect> batch) {
+  const TransformSelect& s = batch.of[blockIdx.y];
   const float scale = s.scale();
   const uint32_t threshold = magnitude(s.selection->threshold);
   for_each_warp_tile(s.t.tiles, [&](int64_t tile) {
@@ -232,23 +233,7 @@ __global__ void __launch_bounds__(kTransformBlock) transform_count_kernel(Transf
     }
   });
   if (!last_block(&s.state->ticket)) return;
-  int64_t above = 0, equal = 0;
-  for (int64_t first = 0; first < s.t.tiles; first += kTransformBlock) {
-    const int64_t i = first + threadIdx.x;
-    TileSelection* tile = s.tiles + i;
-    // Both sums fit 32 bits: a block has fewer than 2^23 groups.
-    const uint64_t mine = i < s.t.tiles ? tile->above | uint64_t(tile->equal) << 32 : 0;
-    uint64_t sum;
-    const uint64_t before = block_scan(mine, partial, &sum);
-    if (i < s.t.tiles) {
-      const int64_t larger = above + int64_t(before & 0xffffffffu), ties = equal + int64_t(before >> 32);
-      const int64_t left = s.selection->ties > ties ? s.selection->ties - ties : 0;
-      tile->offset = larger + (s.selection->ties - left);
-      tile->ties = uint32_t(left < kTransformTile ? left : kTransformTile);
-    }
-    above += int64_t(sum & 0xffffffffu);
-    equal += int64_t(sum >> 32);
-  }
+  place_tiles<kTransformBlock>(s.tiles, s.t.tiles, kTransformTile, s.selection->ties);
 }
 
 // The lowest bits of `bits`, in order, at the places of the bits set in `mask`.
@@ -264,7 +249,8 @@ constexpr int kTileWords = int(kTransformTile) / 32;  // at most, of a tile's bi
 
 // Writes the values to keep, and their bitmap. Works on candidates: those of a tile have a bitmap of their own, of which
 // a word has 32 neighbours in the list.
-__global__ void __launch_bounds__(kEmitBlock) transform_emit_kernel(TransformSelect s, uint8_t* bitmap, float* values) {
+__global__ void __launch_bounds__(kEmitBlock) transform_emit_kernel(Batch<TransformSelect> batch) {
+  const TransformSelect& s = shared_entry(batch);
   __shared__ RankedWord marks[kTileWords], kept[kTileWords];  // of groups; of candidates
   __shared__ uint32_t above[kTileWords], equal[kTileWords], partial[kLanes];
   const TransformLayout& t = s.t;
@@ -273,7 +259,7 @@ __global__ void __launch_bounds__(kEmitBlock) transform_emit_kernel(TransformSel
   const uint32_t threshold = magnitude(s.selection->threshold);
   for (int64_t i = blockIdx.x; i < t.tiles; i += gridDim.x) {
     const int groups = int(t.groups_of(t.count(i)));
-    const TileSelection tile = s.tiles[i];
+    const SelectedTile tile = s.tiles[i];
     const float* list = s.list(i);
     const uint32_t* from = s.marks + i * (tile_groups / 32);
     rank_words<kTileWords, kEmitBlock>(marks, [&](int w) { return 32 * w < groups ? from[w] : 0; });
@@ -302,7 +288,7 @@ __global__ void __launch_bounds__(kEmitBlock) transform_emit_kernel(TransformSel
       return keep;
     });
     __syncthreads();
-    float* to = values + t.group * tile.offset;
+    float* to = s.values + t.group * tile.offset;
     for (uint32_t c = threadIdx.x; c < tile.candidates; c += kEmitBlock) {
       const RankedBit bit = ranked_bit(kept[c / 32], lane());
       if (!bit.set) continue;
@@ -313,57 +299,87 @@ __global__ void __launch_bounds__(kEmitBlock) transform_emit_kernel(TransformSel
       const uint32_t first = marks[w].before / 32, skip = marks[w].before % 32;
       uint32_t bits = marks[w].word ? kept[first].word >> skip : 0;
       if (skip && first + 1 < kTileWords) bits |= kept[first + 1].word << (32 - skip);
-      store_word(bitmap + i * (tile_groups / 8), w, groups, deposit(bits, marks[w].word));
+      store_word(s.bitmap + i * (tile_groups / 8), w, groups, deposit(bits, marks[w].word));
     }
   }
 }
 
 // --- decoding
 
-struct TransformParts {
-  TransformPart of[kMostParts];
-  int count;
+// A sum of parts of a launch.
+struct TransformSum {
+  TransformLayout t;
+  float* out;
+  int64_t first_tile;  // among those of all parts
+  int32_t first, parts, first_of_all, add;  // first: in the launch; first_of_all: in the call
 };
 
-// counts[part * tiles + tile] = the number of bits set. One warp per part and tile.
-__global__ void __launch_bounds__(kBlock)
-    transform_parts_count_kernel(TransformLayout t, TransformParts parts, uint32_t* counts) {
-  for_each_warp_tile(parts.count * t.tiles, [&](int64_t i) {
-    const int64_t part = i / t.tiles, tile = i - part * t.tiles, groups = t.groups_of(t.count(tile));
-    const uint8_t* bitmap = parts.of[part].bitmap + tile * t.tile_groups() / 8;
+// What one launch decodes.
+struct TransformSums {
+  TransformPart of[kMostParts];
+  TransformSum sums[kMostParts];
+  int32_t sum_of[kMostParts];  // of each part
+};
+static_assert(sizeof(TransformSums) < 4000, "it fits the 4 KB that a kernel may have");
+
+// Scratch memory. Of the tiles of each part, and one more: counts and offsets. Of each part: the format, read
+// from the wire where it is to be. Of each sum: 0 at launch, kMostParts less the index of its first part that is invalid.
+struct TransformScratch {
+  uint32_t* counts;
+  int64_t* offsets;
+  RangeFloat* formats;
+  int32_t* invalid;
+};
+
+// Where the tiles of a part begin in `counts` and in `offsets`.
+GZ_DEVICE int64_t tiles_before(const TransformSum& sum, int part) {
+  return sum.first_tile + (part - sum.first) * (sum.t.tiles + 1);
+}
+
+// The number of bits set in each tile. One warp per tile; blocks with the same y share a part.
+__global__ void __launch_bounds__(kBlock) transform_parts_count_kernel(TransformSums table, TransformScratch scratch) {
+  const int part = int(blockIdx.y);
+  const TransformSum& sum = table.sums[table.sum_of[part]];
+  const TransformLayout& t = sum.t;
+  uint32_t* counts = scratch.counts + tiles_before(sum, part);
+  for_each_warp_tile(t.tiles, [&](int64_t tile) {
+    const int64_t groups = t.groups_of(t.count(tile));
+    const uint8_t* bitmap = table.of[part].bitmap + tile * t.tile_groups() / 8;
     uint32_t set = 0;
 #pragma unroll 4
     for (int w = lane(); 32 * w < groups; w += kLanes) set += uint32_t(__popc(load_word(bitmap, w, groups)));
     set = warp_sum(set);
-    if (lane() == 0) counts[i] = set;
+    if (lane() == 0) counts[tile] = set;
   });
 }
 
-// offsets[part * (tiles + 1) + tile] = the number of bits set before the tile. *invalid, 0 at launch, is kMostParts less
-// the index of the first part that is invalid. formats: of the parts, read from the wire where they are to be. One block
-// per part.
+// The number of bits set before each tile. One block per part.
 __global__ void __launch_bounds__(kScanBlock)
-    transform_parts_scan_kernel(TransformLayout t, TransformParts parts, const uint32_t* counts, int64_t* offsets,
-                                RangeFloat* formats, int32_t* invalid) {
+    transform_parts_scan_kernel(TransformSums table, TransformScratch scratch) {
   const int part = int(blockIdx.x);
-  const int64_t set = scan_counts(counts + part * t.tiles, t.tiles, offsets + part * (t.tiles + 1));
+  const int32_t index = table.sum_of[part];
+  const TransformSum& sum = table.sums[index];
+  const int64_t before = tiles_before(sum, part);
+  const int64_t set = scan_counts(scratch.counts + before, sum.t.tiles, scratch.offsets + before);
   if (threadIdx.x != 0) return;
-  const int64_t groups = t.groups();
-  const bool beyond = groups % 8 && parts.of[part].bitmap[groups / 8] >> (groups % 8);
-  const uint8_t* wire = parts.of[part].wire;
-  RangeFloat format = parts.of[part].format;
+  const int64_t groups = sum.t.groups();
+  const bool beyond = groups % 8 && table.of[part].bitmap[groups / 8] >> (groups % 8);
+  const uint8_t* wire = table.of[part].wire;
+  RangeFloat format = table.of[part].format;
   const bool known = !wire || range_of_wire(load_bytes<uint64_t>(wire), format.bits, &format);
-  formats[part] = format;
-  if (set != parts.of[part].count || beyond || !known) atomicMax(invalid, kMostParts - part);
+  scratch.formats[part] = format;
+  if (set != table.of[part].count || beyond || !known)
+    atomicMax(scratch.invalid + index, kMostParts - (part - sum.first));
 }
 
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
-    transform_decode_kernel(TransformLayout t, TransformParts parts, const int64_t* offsets, const RangeFloat* formats,
-                            const int32_t* invalid, float weight, bool add, float* out, int32_t* failed) {
-  if (*invalid) {
-    for (int64_t i = grid_thread(); i < t.n; i += grid_threads()) out[i] = undecodable();
-    if (failed && grid_thread() == 0) *failed = 1 + kMostParts - *invalid;
+    transform_decode_kernel(TransformSums table, TransformScratch scratch, float weight, int32_t* failed) {
+  const TransformSum& sum = table.sums[blockIdx.y];
+  const TransformLayout& t = sum.t;
+  if (const int32_t invalid = scratch.invalid[blockIdx.y]) {
+    for (int64_t i = grid_thread(); i < t.n; i += grid_threads()) sum.out[i] = undecodable();
+    if (failed && grid_thread() == 0) atomicExch(failed, 1 + sum.first_of_all + kMostParts - invalid);
     return;
   }
   __shared__ RankedWord votes[T::kVotes];
@@ -371,13 +387,13 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   for (int64_t i = blockIdx.x; i < t.tiles; i += gridDim.x) {
     tile.open(i);
     tile.clear();
-    for (int c = 0; c < parts.count; ++c) {
-      const TransformPart& part = parts.of[c];
+    for (int c = sum.first; c < sum.first + sum.parts; ++c) {
+      const TransformPart& part = table.of[c];
       const uint8_t* bitmap = part.bitmap + i * (tile.tile_groups() / 8);
       const uint32_t many = rank_words<T::kVotes, T::kThreads>(votes, [&](int v) { return tile.vote_of(bitmap, v); });
-      const RangeFloat format = formats[c];
+      const RangeFloat format = scratch.formats[c];
       const CodeStream codes(part.packed, part.packed_nbytes, format.bits,
-                             tile.group() * offsets[c * (t.tiles + 1) + i]);
+                             tile.group() * scratch.offsets[tiles_before(sum, c) + i]);
       const bool inside = codes.inside(many * uint32_t(tile.group()));
       const uint32_t room = uint32_t(T::kWindow / tile.group());
       for (uint32_t first = 0; first < many; first += room) {
@@ -407,7 +423,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       }
     }
     tile.inverse();
-    tile.store(out + t.begin(i), add);
+    tile.store(sum.out + t.begin(i), sum.add != 0);
   }
 }
 

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from ..collectives.fusion import pieces
 from ..collectives.routines import Routine, jointly
-from ..memory.state import Key
 from ..ops import groups
-from ..ops import tensors as ops
 from .base.compressor import add_all, is_number
 from .base.group import Group
 from .base.registry import register
@@ -156,10 +154,6 @@ class DGC(SparseCodec):
             state.next_residual = torch.add(velocity, state.residual, out=state.renewed("residual", velocity))
             group.parts = [state.next_residual]
 
-    def encode(self, grad: Tensor, key: Key) -> Tensor:
-        k = self.num_kept(grad.numel(), key.step)
-        return self.pack(*groups.topk_abs(grad.reshape(-1), k), grad.numel())
-
     def num_kept(self, numel: int, step: int) -> int:
         return num_kept(self.theta_at(step), numel)
 
@@ -174,10 +168,13 @@ class DGC(SparseCodec):
     def subtract_transmitted(self, of: Sequence[Group]) -> None:
         for group in of:
             state = group.state
-            velocity = state.velocity if self.momentum else state.residual
-            for coded, masked in zip(self.corrections(group, state.residual), self.corrections(group, velocity)):
-                ((out,), (payload,), *_), ((velocity_out,), *_) = coded, masked
-                stream, values = self.parse(payload, out.numel())
-                sent = ops.index_code_decode(stream, out.numel(), values.numel()).long()
-                out.view(-1).index_fill_(0, sent, 0.0)
-                velocity_out.view(-1).index_fill_(0, sent, 0.0)
+            assert state.payload is not None
+            ranges = [(0, group.numel) if partition is None else partition[0][:2] for _, partition in state.payload]
+            numels = [stop - start for start, stop in ranges]
+            parsed = [self.parse(payload, numel) for (payload, _), numel in zip(state.payload, numels)]
+            counts = [values.numel() for _, values in parsed]
+            sent = groups.index_code_decode([stream for stream, _ in parsed], numels, counts).long()
+            if len(ranges) > 1:
+                torch._foreach_add_(sent.split_with_sizes(counts), [start for start, _ in ranges])
+            for flat in (state.residual, state.velocity) if self.momentum else (state.residual,):
+                flat.view(-1).index_fill_(0, sent, 0.0)

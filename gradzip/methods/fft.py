@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,32 +99,37 @@ class FFTRange(TransformCodec):
         rows, length = transform_shape(numel, self.block)
         return rows * 2 * ((length + 1) // 2)
 
-    def signal(self, grad: Tensor) -> Tensor:
-        """The gradient, or its frequencies by torch.fft as pairs of real and imaginary parts."""
-        grad = grad.reshape(-1)
+    def signals(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients, or their frequencies by torch.fft as pairs of real and imaginary parts."""
+        flats = super().signals(grads)
         if self._transform is not _PAIRS:
-            return grad
-        pairs, length = self._pairs(grad.numel(), grad.device)
-        for chunk, spectrum in spectra(grad, self.block, self.workspace):
-            spectrum_to_pairs(spectrum, length, out=pairs[chunk])
-        return torch.view_as_real(pairs).view(-1)
+            return flats
+        numels = list(map(self.signal_numel, map(Tensor.numel, flats)))
+        found = list(self._cut("pairs", numels, torch.float32, flats[0].device))
+        for flat, signal in zip(flats, found):
+            pairs, length = self._pairs(signal, flat.numel())
+            for chunk, spectrum in spectra(flat, self.block, self.workspace):
+                spectrum_to_pairs(spectrum, length, out=pairs[chunk])
+        return found
 
-    def _pairs(self, numel: int, device: torch.device) -> tuple[Tensor, int]:
-        """Memory for the pairs of a gradient, and the length of the rows that are transformed."""
+    def _pairs(self, signal: Tensor, numel: int) -> tuple[Tensor, int]:
+        """The signal of a gradient as rows of pairs, and the length of the rows that are transformed."""
         rows, length = transform_shape(numel, self.block)
-        return self.workspace.empty("pairs", (rows, (length + 1) // 2), torch.complex64, device), length
+        return torch.view_as_complex(signal.view(-1, 2)).view(rows, (length + 1) // 2), length
 
     def inverse(
-        self, parts: np.ndarray, transform: ops.Transform, out: Tensor, weight: float, add: bool = False
+        self, parts: np.ndarray, transform: ops.Transform, outs: Sequence[Tensor], weight: float, add: bool
     ) -> None:
         if self._transform is not _PAIRS:
-            super().inverse(parts, transform, out, weight, add)
+            super().inverse(parts, transform, outs, weight, add)
             return
-        pairs, length = self._pairs(out.numel(), out.device)
-        super().inverse(parts, transform, torch.view_as_real(pairs).view(-1), weight)
-        spectrum = self.workspace.empty("spectrum", (len(pairs), length // 2 + 1), torch.complex64, out.device)
-        pairs_to_spectrum(pairs, length, out=spectrum)
-        inverse_transform(spectrum, out, add, length, self.workspace)
+        for table, out in zip(parts.reshape(len(outs), -1), outs):
+            signal = self.workspace.empty("pairs", (self.signal_numel(out.numel()),), torch.float32, out.device)
+            super().inverse(table, transform, [signal], weight, False)
+            pairs, length = self._pairs(signal, out.numel())
+            spectrum = self.workspace.empty("spectrum", (len(pairs), length // 2 + 1), torch.complex64, out.device)
+            pairs_to_spectrum(pairs, length, out=spectrum)
+            inverse_transform(spectrum, out, add, length, self.workspace)
 
 
 _PAIRS = ops.Transform.pairs()

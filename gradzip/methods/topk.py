@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +32,17 @@ def num_kept(theta: float, numel: int) -> int:
     return max(1, round((1.0 - theta) * numel))
 
 
+class Drafts(NamedTuple):
+    """Payloads to be completed."""
+
+    payloads: Sequence[Tensor]
+    ks: Sequence[int]  # elements of each
+    numels: Sequence[int]  # of the vectors
+    packed: Sequence[Tensor]  # room for the coded values
+    values: Sequence[Tensor]  # float32, to be written; with bits = 32, in the payloads
+    streams: Sequence[Tensor]  # room for the indices
+
+
 @dataclass
 class SparseCodec(ErrorFeedback, GatherCompressor):
     """Payloads of k values with their indices.
@@ -41,28 +54,59 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
     max_numel = INDEXED_NUMEL
     undone_on_device = True
 
-    def pack(self, indices: Tensor, values: Tensor, numel: int) -> Tensor:
-        """Make the sealed payload of k elements. indices: int32, ascending; values: float32."""
-        k = values.numel()
-        payload, packed, rest = self._new_payload(ops.packed_nbytes(k, self.bits), k, numel, values.device)
-        # Check the kept elements, which include those that are not finite: their magnitudes are the largest.
-        fields, number, magnitudes = _COUNT.pack(k), None, ops.abs_max_tensor(values)
-        if self.bits == 32:
-            fields += b"\0" * 8
-            packed.view(torch.float32).copy_(values)
-        else:
-            # Fit the mantissa to each payload: the largest values of a gradient span few octaves.
-            number = ops.RangeFloat.fit(values, self.bits)
-            number.encode_packed(values, packed)
-        stream = ops.Stream(packed.numel(), ops.index_code_write(indices, numel, rest))
-        return self.seal(ops.Seal(payload, numel, fields, 0, magnitudes, number, stream=stream))
+    def encode(self, grad: Tensor, key: Key) -> Tensor:
+        return self.encode_lists([[grad]], [key])[0]
 
-    def _new_payload(self, nbytes: int, k: int, numel: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """A payload, its room for `nbytes` of values, and for the indices of k elements; `seal` writes the padding."""
-        end = nbytes + ops.index_code_capacity(k, numel)
-        payload = ops.new_payload(end + -end % ops.PAYLOAD_ALIGN, device)
-        body = payload[ops.HEADER_NBYTES :]
-        return payload, body[:nbytes], body[nbytes:end]
+    def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
+        vectors = [part.reshape(-1) for (part,) in lists]
+        numels = list(map(Tensor.numel, vectors))
+        drafts = self.drafts(list(map(self.num_kept, numels, map(attrgetter("step"), keys))), numels, vectors[0].device)
+        return self.complete(drafts, groups.topk_abs(vectors, drafts.ks, drafts.values))
+
+    def drafts(self, ks: Sequence[int], numels: Sequence[int], device: torch.device) -> Drafts:
+        """Payloads to be completed, of k elements each of vectors of so many."""
+        drafts = self._drafts([ops.packed_nbytes(k, self.bits) for k in ks], ks, numels, device)
+        if self.bits == 32:
+            return drafts._replace(values=[packed.view(torch.float32) for packed in drafts.packed])
+        values = torch.empty(sum(ks), dtype=torch.float32, device=device)
+        return drafts._replace(values=values.split_with_sizes(list(ks)))
+
+    def _drafts(self, nbytes: Sequence[int], ks: Sequence[int], numels: Sequence[int], device: torch.device) -> Drafts:
+        """The same, with room for so many bytes of values."""
+        ends = list(map(operator.add, nbytes, map(ops.index_code_capacity, ks, numels)))
+        payloads = ops.new_payloads(ends, device, streams=True)
+        begin = ops.HEADER_NBYTES
+        packed = [payload[begin : begin + end] for payload, end in zip(payloads, nbytes)]
+        streams = [payload[begin + at : begin + end] for payload, at, end in zip(payloads, nbytes, ends)]
+        return Drafts(payloads, ks, numels, packed, (), streams)
+
+    def complete(self, drafts: Drafts, indices: Sequence[Tensor]) -> list[Tensor]:
+        """Seal payloads whose values are in place. indices: int32, ascending."""
+        # Check the kept elements, which include those that are not finite: their magnitudes are the largest.
+        magnitudes = ops.abs_max_all(drafts.values)
+        if self.bits == 32:
+            return self._seal_all(drafts, indices, magnitudes)
+        # Fit the mantissa to each payload: the largest values of a gradient span few octaves.
+        numbers = groups.range_float_fit(drafts.values, self.bits)
+        clamped = torch.empty((), dtype=torch.int64, device=magnitudes[0].device)  # none are: the range is that of all
+        groups.range_float_encode(drafts.values, numbers, self.bits, None, drafts.packed, clamped)
+        return self._seal_all(drafts, indices, magnitudes, numbers)
+
+    def _seal_all(
+        self, drafts: Drafts, indices: Sequence[Tensor], magnitudes: Sequence[Tensor],
+        numbers: Sequence[ops.RangeFloat | None] = (),
+    ) -> list[Tensor]:  # fmt: skip
+        """Write the indices and the headers."""
+        nbytes = groups.index_code_write(indices, drafts.numels, drafts.streams)
+        streams = map(ops.Stream, map(Tensor.numel, drafts.packed), nbytes)
+        rest = b"" if numbers else bytes(8)
+        fields = [_COUNT.pack(k) + rest for k in drafts.ks]
+        flags = itertools.repeat(0)
+        seals = map(
+            ops.Seal, drafts.payloads, drafts.numels, fields, flags, magnitudes, numbers or itertools.repeat(None),
+            itertools.repeat(None), streams,
+        )  # fmt: skip
+        return ops.seal_payloads(list(seals), method=self.number, digest=self.digest)
 
     known_fields = 0x00FF  # the range float depends on the data
 
@@ -217,29 +261,30 @@ class TopK(SparseCodec):
             self._last_k = asked, num_kept(theta_at(self.theta, step), self.chunk or numel)
         return self._last_k[1]
 
-    def encode(self, grad: Tensor, key: Key) -> Tensor:
-        flat = grad.reshape(-1)
-        k = self.num_kept(flat.numel(), key.step)
-        if self.chunk is not None:
-            return self._encode_chunks(flat, k, self.chunk)
-        if self.select == "sampled":
-            selection, k = ops.select_sampled(flat, k, key.bits)
-            marks = ops.bitmap(flat, selection)
-            indices, values = ops.bitmap_indices(marks, flat.numel(), k), ops.compact_values(flat, marks, k)
-        else:
-            indices, values = groups.topk_abs(flat, k)
-        return self.pack(indices, values, flat.numel())
+    def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
+        if self.chunk is None and self.select == "exact":
+            return super().encode_lists(lists, keys)
+        encode = self._encode_sample if self.chunk is None else self._encode_chunks
+        return [encode(part.reshape(-1), key) for (part,), key in zip(lists, keys)]
+
+    def _encode_sample(self, flat: Tensor, key: Key) -> Tensor:
+        numel = flat.numel()
+        selection, k = ops.select_sampled(flat, self.num_kept(numel, key.step), key.bits)
+        marks, drafts = ops.bitmap(flat, selection), self.drafts([k], [numel], flat.device)
+        ops.compact_values(flat, marks, k, out=drafts.values[0])
+        return self.complete(drafts, [ops.bitmap_indices(marks, numel, k)])[0]
 
     # --- chunks
 
-    def _encode_chunks(self, flat: Tensor, k: int, chunk: int) -> Tensor:
-        numel = flat.numel()
+    def _encode_chunks(self, flat: Tensor, key: Key) -> Tensor:
+        chunk, numel = self.chunk, flat.numel()
+        assert chunk is not None
+        k = self.num_kept(numel, key.step)
         nbytes, count = ops.chunk_topk_nbytes(numel, k, chunk), ops.chunk_topk_count(numel, k, chunk)
-        payload, room, rest = self._new_payload(nbytes, count, numel, flat.device)
-        indices, records = ops.chunk_topk(flat, k, chunk, records=room)
-        stream = ops.Stream(nbytes, ops.index_code_write(indices, numel, rest))
-        fields, magnitudes = _COUNT.pack(k) + bytes(8), ops.chunk_topk_max_level(records, k)
-        return self.seal(ops.Seal(payload, numel, fields, magnitudes=magnitudes, stream=stream))
+        drafts = self._drafts([nbytes], [count], [numel], flat.device)
+        indices, records = ops.chunk_topk(flat, k, chunk, records=drafts.packed[0])
+        magnitudes = ops.chunk_topk_max_level(records, k)
+        return self._seal_all(drafts._replace(ks=[k]), [indices], [magnitudes])[0]
 
     def values_nbytes(self, k: int, numel: int) -> int:
         if self.chunk is None:

@@ -210,9 +210,9 @@ class Table:
         if self._rows:
             run(name, self._kept[0], self.address, self.count, *arguments)
 
-    def run_failed(self, name: str, *arguments: float) -> int:
+    def run_failed(self, name: str, *arguments: float, wait: bool = False) -> int:
         """`run` for a kernel of `run_failed`."""
-        return run_failed(name, self._kept[0], self.address, self.count, *arguments) if self._rows else 0
+        return run_failed(name, self._kept[0], self.address, self.count, *arguments, wait=wait) if self._rows else 0
 
 
 def scalar(value: float | Tensor, where: Tensor, what: str) -> Tensor:

@@ -53,7 +53,7 @@ def bitmap_indices(bitmap: Tensor, numel: int, count: int, out: Tensor | None = 
         raise ValueError(f"bitmap_indices: got {numel} elements, expected 0 to 2^31 - 1")
     bitmap = _native.check(bitmap, torch.uint8, "bitmap_indices: bitmap", bitmap_nbytes(numel))
     out = _native.output(out, count, torch.int32, bitmap.device, "bitmap_indices: out")
-    found = _native.run_count("bitmap_indices", bitmap, bitmap.data_ptr(), numel, 0, count, out.data_ptr(), 0)
+    found = _native.run_count("bitmap_indices", bitmap, bitmap.data_ptr(), numel, count, out.data_ptr())
     if isinstance(found, int) and found != count:
         raise ValueError(f"bitmap_indices: got a bitmap with {found} bits set, expected {count} bits set")
     return out

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, groups
 from .bitmap import bitmap_nbytes
 from .errors import PayloadError
 
@@ -73,7 +73,8 @@ def bitmap_code_write(bitmap: Tensor, numel: int, segment: int, out: Tensor, cou
     capacity = bitmap_code_capacity(numel, segment, count if bitmap.is_cuda else None)
     if out.numel() < capacity:
         raise ValueError(f"bitmap_code_encode: out: got {out.numel()} bytes, expected at least {capacity}")
-    return _native.run_count("bitmap_code_encode", bitmap, bitmap.data_ptr(), numel, segment, out.data_ptr())
+    (nbytes,) = groups.bitmap_code_write([bitmap], [numel], [segment], [out])
+    return nbytes
 
 
 def bitmap_code_encode(bitmap: Tensor, numel: int, segment: int = _MOST_SEGMENT, out: Tensor | None = None) -> Tensor:
@@ -129,17 +130,17 @@ def bitmap_code_decode_all(
     """
     segment, nbytes = _checked(segment), bitmap_nbytes(numel)
     bitmaps = []
-    table = _native.Table("<QqqQ")  # struct BitmapStream
+    table = _native.Table("<QqqQqq")  # struct BitmapStream
     for i, (stream, count) in enumerate(zip(streams, counts, strict=True)):
         stream = _native.check(stream, torch.uint8, "bitmap_code_decode: stream", device=table.device)
         given = None if out is None else out[i]
         bitmaps.append(_native.output(given, nbytes, torch.uint8, stream.device, "bitmap_code_decode: out"))
-        table.add(stream, stream.numel(), count, bitmaps[i])
+        table.add(stream, stream.numel(), count, bitmaps[i], numel, segment)
     if numel == 0:  # there is nothing by which CUDA could show that a stream is corrupt
         return bitmaps, next(
             (i for i, (s, count) in enumerate(zip(streams, counts)) if count or (s.numel() and not s.is_cuda)), None
         )
-    failed = table.run_failed("bitmap_code_decode", numel, segment, not bitmaps[0].is_cuda) if bitmaps else 0
+    failed = table.run_failed("bitmap_code_decode", not bitmaps[0].is_cuda) if bitmaps else 0
     return bitmaps, failed - 1 if failed else None
 
 

@@ -132,7 +132,7 @@ def abs_max_columns(factors: Sequence[Factor]) -> list[Tensor]:
     return [part.view(-1, rank) for part, rank in zip(out.split_with_sizes(numels), ranks)]
 
 
-def _run_table(name: str, where: Tensor, tables: Sequence[np.ndarray], *arguments: int) -> None:
+def _run_table(name: str, where: Tensor, tables: Sequence[np.ndarray], *arguments: float) -> None:
     table = np.concatenate(tables) if len(tables) > 1 else tables[0]
     _native.run(name, where, table.ctypes.data, len(table), *arguments)
 
@@ -251,20 +251,40 @@ def decode_sums(
     return run(kernel, outs[0], table.ctypes.data, len(table), terms.ctypes.data) or 0
 
 
-# --- the largest elements of a vector
+# --- the largest elements of vectors, and coded indices
 
 
-def topk_abs(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`ops.topk_abs`, for k >= 1."""
-    selection = torch.empty(16, dtype=torch.uint8, device=x.device)
-    bitmap = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
-    indices = torch.empty(k, dtype=torch.int32, device=x.device)
-    values = torch.empty(k, dtype=torch.float32, device=x.device)
-    _native.run("select", x, x.data_ptr(), x.numel(), k, selection.data_ptr())
-    _native.run_count("bitmap", x, x.data_ptr(), x.numel(), selection.data_ptr(), bitmap.data_ptr())
-    source = (bitmap.data_ptr(), x.numel(), x.data_ptr(), k)
-    _native.run_count("bitmap_indices", x, *source, indices.data_ptr(), values.data_ptr())
-    return indices, values
+def topk_abs(vectors: Sequence[Tensor], ks: Sequence[int], values: Sequence[Tensor]) -> Sequence[Tensor]:
+    """`ops.topk_abs` of each vector, for k >= 1. Writes the values, and returns the indices."""
+    indices = torch.empty(sum(ks), dtype=torch.int32, device=vectors[0].device).split_with_sizes(ks)
+    table = np.empty((len(ks), 5), np.int64)  # struct TopkSource of csrc/common/topk_abs.h
+    table[:, 0], table[:, 1], table[:, 2] = addresses(vectors), numels(vectors), ks
+    table[:, 3], table[:, 4] = addresses(indices), addresses(values)
+    _run_table("topk_abs", vectors[0], [table])
+    return indices
+
+
+def index_code_write(
+    indices: Sequence[Tensor], of: Sequence[int], outs: Sequence[Tensor]
+) -> Sequence[int] | Sequence[Tensor]:
+    """`ops.index_code_write` of indices below each of `of`, without an error for invalid ones."""
+    nbytes = torch.empty(len(outs), dtype=torch.int64, device=outs[0].device)
+    table = np.empty((len(outs), 6), np.int64)  # struct IndexSource of csrc/common/index_code.h
+    table[:, 0], table[:, 1], table[:, 2] = addresses(indices), numels(indices), of
+    table[:, 3], table[:, 4] = addresses(outs), numels(outs)
+    table[:, 5] = nbytes.data_ptr() + 8 * np.arange(len(outs))
+    _run_table("index_code_encode", nbytes, [table])
+    return nbytes.unbind() if nbytes.is_cuda else nbytes.tolist()
+
+
+def index_code_decode(streams: Sequence[Tensor], of: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """`ops.index_code_decode` of sound streams of so many indices below each of `of`: adjacent in memory."""
+    out = torch.empty(sum(counts), dtype=torch.int32, device=streams[0].device)
+    table = np.empty((len(counts), 5), np.int64)  # struct IndexStream of csrc/common/index_code.h
+    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = addresses(streams), numels(streams), of, counts
+    table[:, 4] = out.data_ptr() + 4 * (np.cumsum(counts) - counts)
+    _native.run_failed("index_code_decode", out, table.ctypes.data, len(table))
+    return out
 
 
 # --- selected coefficients of a transform (`ops.transform_*`), whose bitmaps and values are coded
@@ -284,45 +304,77 @@ _MOST_PARTS = 16  # that are added up before they are transformed back
 _ALIGN = 64  # of bitmaps, in bytes
 
 
-def transform_select(x: Tensor, code: int, k: int, bitmap: Tensor, values: Tensor, scratch: Tensor) -> None:
-    """`ops.transform_select`."""
-    source = (x.data_ptr(), x.numel(), code, k, scratch.data_ptr(), scratch.numel())
-    _native.run("transform_select", x, *source, bitmap.data_ptr(), values.data_ptr())
+def transform_select(
+    xs: Sequence[Tensor], code: int, ks: Sequence[int], bitmaps: Sequence[Tensor], values: Sequence[Tensor],
+    scratch: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """`ops.transform_select` of each vector."""
+    table = np.empty((len(ks), 7), np.int64)  # struct TransformSource of csrc/common/transform.h
+    table[:, 0], table[:, 1], table[:, 2] = addresses(xs), numels(xs), ks
+    table[:, 3], table[:, 4] = addresses(scratch), numels(scratch)
+    table[:, 5], table[:, 6] = addresses(bitmaps), addresses(values)
+    _run_table("transform_select", xs[0], [table], code)
 
 
-def range_float_fit(x: Tensor, bits: int, mantissa: int | None, limits: tuple[float, float] | None) -> RangeFloat:
-    """`RangeFloat.fit`."""
+def range_float_fit(
+    xs: Sequence[Tensor], bits: int, mantissa: int | None = None, limits: tuple[float, float] | None = None
+) -> list[RangeFloat]:
+    """`RangeFloat.fit` of the values of each tensor."""
     vmin, vmax = (1.0, -1.0) if limits is None else limits  # an empty range stands for that of x
-    return RangeFloat._of_words(RangeFloat._fit(x, bits, -1 if mantissa is None else mantissa, vmin, vmax), bits)
+    words = torch.empty((len(xs), 7), dtype=torch.int32, device=xs[0].device)
+    table = np.empty((len(xs), 3), np.int64)  # struct RangeFit of csrc/common/range_float_fit.h
+    table[:, 0] = words.data_ptr() + WORDS.itemsize * np.arange(len(xs))
+    table[:, 1], table[:, 2] = addresses(xs), numels(xs)
+    _run_table("range_float_fit", words, [table], bits, -1 if mantissa is None else mantissa, vmin, vmax)
+    return [RangeFloat._of_words(own, bits) for own in words.unbind()]
 
 
-def range_float_encode(x: Tensor, number: RangeFloat, bits: int, key: int | None, out: Tensor) -> int | Tensor:
-    """`RangeFloat.encode_packed`."""
-    words = number._words_on(x.device)
-    source = (words.data_ptr(), x.data_ptr(), x.numel(), bits, key is not None, key or 0)
-    replayed = replays.address(x, key is not None)
-    return _native.run_count("range_float_encode_packed", x, *source, replayed, out.data_ptr())
+def range_float_encode(
+    xs: Sequence[Tensor], numbers: Sequence[RangeFloat], bits: int, keys: Sequence[int] | None, outs: Sequence[Tensor],
+    outside: Tensor,
+) -> None:  # fmt: skip
+    """`RangeFloat.encode_packed` of each tensor. Adds the number of values outside to `outside`, int64."""
+    x = xs[0]
+    words = [number._words_on(x.device) for number in numbers]
+    table = np.empty((len(xs), 6), np.uint64)  # struct RangeSource of csrc/common/range_float_fit.h
+    table[:, 0], table[:, 1], table[:, 2] = addresses(words), addresses(xs), numels(xs)
+    table[:, 3] = 0 if keys is None else keys
+    table[:, 4], table[:, 5] = addresses(outs), outside.data_ptr()
+    stochastic = keys is not None
+    _run_table("range_float_encode_packed", x, [table], bits, stochastic, replays.address(x, stochastic))
 
 
-def bitmap_code_write(bitmap: Tensor, numel: int, segment: int, out: Tensor) -> int | Tensor:
-    """`ops.bitmap_code_write`."""
-    return _native.run_count("bitmap_code_encode", bitmap, bitmap.data_ptr(), numel, segment, out.data_ptr())
+def bitmap_code_write(
+    bitmaps: Sequence[Tensor], of: Sequence[int], segments: Sequence[int], outs: Sequence[Tensor]
+) -> Sequence[int] | Sequence[Tensor]:
+    """`ops.bitmap_code_write` of bitmaps of so many elements."""
+    nbytes = torch.empty(len(outs), dtype=torch.int64, device=outs[0].device)
+    table = np.empty((len(outs), 5), np.int64)  # struct BitmapSource of csrc/common/bitmap_code.h
+    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = addresses(bitmaps), of, segments, addresses(outs)
+    table[:, 4] = nbytes.data_ptr() + 8 * np.arange(len(outs))
+    _run_table("bitmap_code_encode", nbytes, [table])
+    return nbytes.unbind() if nbytes.is_cuda else nbytes.tolist()
 
 
 def bitmap_code_decode(
-    streams: np.ndarray, nbytes: np.ndarray, counts: np.ndarray, numel: int, segment: int, where: Tensor
-) -> tuple[Tensor, int]:
-    """`ops.bitmap_code_decode_all` of streams at these addresses. nbytes: of each; on CUDA, the room for it suffices.
+    streams: np.ndarray, nbytes: np.ndarray, counts: np.ndarray, of: np.ndarray, segments: np.ndarray, where: Tensor
+) -> tuple[np.ndarray, Tensor, int]:
+    """`ops.bitmap_code_decode_all` of streams at these addresses.
 
-    Returns the bitmaps, of which each begins a row; and 1 plus the number of the stream that is corrupt, or 0.
+    Args:
+        nbytes: of each; on CUDA, the room for it suffices.
+        counts, of: bits set in the bitmap of each, and all of them.
+
+    Returns the addresses of the bitmaps, their memory, and 1 plus the number of the stream that is corrupt, or 0.
     """
-    row = -(-numel // (8 * _ALIGN)) * _ALIGN
-    bitmaps = torch.empty((len(streams), row), dtype=torch.uint8, device=where.device)
-    table = np.empty((len(streams), 4), np.int64)  # struct BitmapStream of csrc/common/bitmap_code.h
+    rows = -(-of // (8 * _ALIGN)) * _ALIGN
+    bitmaps = torch.empty(int(rows.sum()), dtype=torch.uint8, device=where.device)
+    table = np.empty((len(streams), 6), np.int64)  # struct BitmapStream of csrc/common/bitmap_code.h
     table[:, 0], table[:, 1], table[:, 2] = streams, nbytes, counts
-    table[:, 3] = bitmaps.data_ptr() + row * np.arange(len(streams))
-    arguments = (table.ctypes.data, len(table), numel, segment, not where.is_cuda)
-    return bitmaps, _native.run_failed("bitmap_code_decode", where, *arguments)
+    table[:, 3] = begins = bitmaps.data_ptr() + np.cumsum(rows) - rows
+    table[:, 4], table[:, 5] = of, segments
+    arguments = (table.ctypes.data, len(table), not where.is_cuda)
+    return begins, bitmaps, _native.run_failed("bitmap_code_decode", where, *arguments)
 
 
 def transform_parts(
@@ -345,14 +397,23 @@ def transform_parts(
     return table
 
 
-def transform_decode(parts: np.ndarray, code: int, out: Tensor, weight: float, add: bool) -> int | None:
-    """`ops.transform_decode` of a table of `transform_parts`. Also fails by a part with an invalid format."""
-    for first in range(0, len(parts), _MOST_PARTS):
-        some = parts[first : first + _MOST_PARTS]
-        arguments = (some.ctypes.data, len(some), code, weight, add or first > 0, out.data_ptr(), out.numel())
-        if failed := _native.run_failed("transform_decode", out, *arguments):
-            return first + failed - 1
-    return None
+def transform_decode(parts: np.ndarray, code: int, outs: Sequence[Tensor], weight: float, add: bool) -> int:
+    """`ops.transform_decode` of a table of `transform_parts` to each of `outs`, of equally many parts.
+
+    Returns 1 plus the number of the part with an invalid bitmap or format; 0 if there is none, and on CUDA.
+    """
+    parts = parts.reshape(len(outs), -1)
+    each = parts.shape[1]
+    table = np.empty((len(outs), 4), np.int64)  # struct WeightedSum of csrc/common/weighted_sum.h
+    table[:, 0], table[:, 1] = addresses(outs), numels(outs)
+    for first in range(0, each, _MOST_PARTS):
+        some = np.ascontiguousarray(parts[:, first : first + _MOST_PARTS])
+        table[:, 2], table[:, 3] = some.shape[1], add or first > 0
+        arguments = (table.ctypes.data, len(table), some.ctypes.data, code, weight)
+        if failed := _native.run_failed("transform_decode", outs[0], *arguments):
+            row, column = divmod(failed - 1, some.shape[1])
+            return 1 + row * each + first + column
+    return 0
 
 
 # --- quantized vectors of several ranks, at the addresses of their packed levels

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, groups
 from .bitmap import bitmap_count, bitmap_indices, bitmap_nbytes
 from .errors import PayloadError
 from .weighted_sum import WeightedSum, decode_sums
@@ -57,8 +57,7 @@ def index_code_write(indices: Tensor, numel: int, out: Tensor) -> int | Tensor:
     """
     indices = _check_indices(indices, numel)
     _native.in_place(out, torch.uint8, "index_code_write: out", device=indices.device)
-    arguments = (indices.data_ptr(), indices.numel(), numel, out.data_ptr(), out.numel())
-    written = _native.run_count("index_code_encode", indices, *arguments)
+    (written,) = groups.index_code_write([indices], [numel], [out])
     return _valid_nbytes(written, numel) if isinstance(written, int) else written
 
 
@@ -122,8 +121,9 @@ def index_code_decode(stream: Tensor, numel: int, count: int | None = None) -> T
             raise PayloadError(f"corrupt indices: got {claimed} of them, expected {count}")
         count = claimed
     out = torch.zeros(count, dtype=torch.int32, device=stream.device)
-    arguments = (stream.data_ptr(), stream.numel(), numel, count, out.data_ptr())
-    if _native.run_failed("index_code_decode", stream, *arguments, wait=waits):
+    table = _native.Table("<QqqqQ")  # struct IndexStream of csrc/common/index_code.h
+    table.add(stream, stream.numel(), numel, count, out)
+    if table.run_failed("index_code_decode", wait=waits):
         raise PayloadError(f"corrupt indices: they are not {count} ascending ones below {numel}")
     return out
 

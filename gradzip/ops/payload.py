@@ -102,10 +102,16 @@ def new_payload(section_nbytes: int, device: torch.device | None = None) -> Tens
     return payload
 
 
-def new_payloads(section_nbytes: Sequence[int], device: torch.device | None = None) -> list[Tensor]:
-    """Return a buffer as from `new_payload` for each, adjacent in memory."""
+def new_payloads(
+    section_nbytes: Sequence[int], device: torch.device | None = None, streams: bool = False
+) -> list[Tensor]:
+    """Return a buffer as from `new_payload` for each, adjacent in memory.
+
+    streams: their last sections are streams (`Seal`), behind which `seal_payloads` writes the padding.
+    """
     sizes = [_padded(HEADER_NBYTES + nbytes) for nbytes in section_nbytes]
-    return list(torch.zeros(sum(sizes), dtype=torch.uint8, device=device).split_with_sizes(sizes))
+    made = torch.empty if streams else torch.zeros
+    return list(made(sum(sizes), dtype=torch.uint8, device=device).split_with_sizes(sizes))
 
 
 class Seal(NamedTuple):

@@ -87,7 +87,9 @@ class RangeFloat:
     @staticmethod
     def _fit(x: Tensor, bits: int, mantissa: int, vmin: float, vmax: float) -> Tensor:
         words = torch.empty(7, dtype=torch.int32, device=x.device)
-        _native.run("range_float_fit", x, words.data_ptr(), x.data_ptr(), x.numel(), bits, mantissa, vmin, vmax)
+        table = _native.Table("<QQq")  # struct RangeFit of csrc/common/range_float_fit.h
+        table.add(words, x, x.numel())
+        table.run("range_float_fit", bits, mantissa, vmin, vmax)
         return words
 
     pbase: int = _word("pbase")
@@ -132,10 +134,12 @@ class RangeFloat:
         x = _native.check(x, torch.float32, "RangeFloat.encode_packed: x")
         nbytes = packed_nbytes(x.numel(), self.bits)
         out = _native.output(out, nbytes, torch.uint8, x.device, "RangeFloat.encode_packed: out")
-        words = self._words_on(x.device)
-        source = (words.data_ptr(), x.data_ptr(), x.numel(), self._bits, key is not None, key or 0)
-        replayed = replays.address(x, key is not None)
-        return _native.run_count("range_float_encode_packed", x, *source, replayed, out.data_ptr())
+        outside = torch.zeros((), dtype=torch.int64, device=x.device)
+        table = _native.Table("<QQqQQQ")  # struct RangeSource of csrc/common/range_float_fit.h
+        table.add(self._words_on(x.device), x, x.numel(), key or 0, out, outside)
+        stochastic = key is not None
+        table.run("range_float_encode_packed", self._bits, stochastic, replays.address(x, stochastic))
+        return outside if outside.is_cuda else int(outside)
 
     @takes_arrays
     def decode(self, codes: Tensor, wait: bool = True) -> Tensor:

@@ -25,4 +25,5 @@ def topk_abs(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         raise ValueError(f"topk_abs: got {x.numel()} elements, expected fewer than 2^31")
     if k == 0:
         return torch.empty(0, dtype=torch.int32, device=x.device), torch.empty(0, dtype=torch.float32, device=x.device)
-    return groups.topk_abs(x, k)
+    values = torch.empty(k, dtype=torch.float32, device=x.device)
+    return groups.topk_abs([x], [k], [values])[0], values

@@ -164,15 +164,14 @@ def transform_select(
     wait for the device.
     """
     x = _native.check(x, torch.float32, "transform_select: x")
-    groups = transform.groups(x.numel())
-    if not 1 <= k <= groups:
-        raise ValueError(f"transform_select: got k = {k}, expected 1 to {groups}, the number of groups")
-    bitmap = _native.output(bitmap, bitmap_nbytes(groups), torch.uint8, x.device, "transform_select: bitmap")
+    count = transform.groups(x.numel())
+    if not 1 <= k <= count:
+        raise ValueError(f"transform_select: got k = {k}, expected 1 to {count}, the number of groups")
+    bitmap = _native.output(bitmap, bitmap_nbytes(count), torch.uint8, x.device, "transform_select: bitmap")
     values = _native.output(values, k * transform.group, torch.float32, x.device, "transform_select: values")
     scratch_numel = 0 if scratch is None else scratch.numel()
     scratch = _native.output(scratch, scratch_numel, torch.float32, x.device, "transform_select: scratch")
-    source = (x.data_ptr(), x.numel(), transform.code, k, scratch.data_ptr(), scratch_numel)
-    _native.run("transform_select", x, *source, bitmap.data_ptr(), values.data_ptr())
+    groups.transform_select([x], transform.code, [k], [bitmap], [values], [scratch])
     return bitmap, values
 
 
@@ -210,4 +209,5 @@ def transform_decode(
     coded_parts = groups.transform_parts(
         bitmaps, packed, groups.numels([own for _, own in held]), [part.k for part in parts], formats
     )
-    return groups.transform_decode(coded_parts, transform.code, out, weight, add)
+    failed = groups.transform_decode(coded_parts, transform.code, [out], weight, add)
+    return failed - 1 if failed else None

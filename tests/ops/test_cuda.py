@@ -21,7 +21,7 @@ import simt_build
 import single
 from gradzip import ops
 from gradzip.memory.state import Key
-from gradzip.methods.base.gather import GatherCompressor
+from gradzip.methods.base.gather import CodedSum, GatherCompressor
 from gradzip.methods.base.transform_codec import TransformCodec
 
 SIZES = [0, 1, 31, 32, 33, 1000, 8193]
@@ -455,6 +455,42 @@ def test_payloads_of_codecs(on_device, spec):
         non_finite = grad.clone()
         non_finite[3, 4] = math.inf
         assert on_device(round_trip, device_method, non_finite, key).isnan().all()
+
+
+@pytest.mark.parametrize("spec", [spec for spec in CODECS if gradzip.parse(spec).vectors])
+def test_partitions_are_coded_as_each_alone(on_device, spec):
+    """More vectors than a launch takes, of different sizes, and sums of two payloads of each."""
+    cpu_method, device_method = gradzip.parse(spec), gradzip.parse(spec)
+    if on_device.device.type == "cuda" and uses_library(cpu_method):
+        pytest.skip("payloads differ")
+    grads = [torch.randn(1 + 61 * i) for i in range(18)]
+    keys = [Key(0, 3, f"w[{i}]", 1) for i in range(len(grads))]
+    alone = [single.encode(cpu_method, grad, key) for grad, key in zip(grads, keys)]
+
+    def encode(*grads):
+        return tuple(device_method.encode_lists([[grad] for grad in grads], keys))
+
+    if getattr(cpu_method, "coding", None) != "elias":  # which is "packed" on a device
+        for method, payloads in (
+            (cpu_method, cpu_method.encode_lists([[grad] for grad in grads], keys)),
+            (device_method, on_device(encode, *grads)),
+        ):
+            assert all(same_contents(got, wanted, method) for got, wanted in zip(payloads, alone, strict=True))
+
+    def sums(method, payloads):
+        outs = [torch.ones(grad.numel(), device=payloads[0].device) for grad in grads]
+        twice = [payload for payload in payloads for _ in range(2)]
+        opened = method.open_all(twice, [out.numel() for out in outs for _ in range(2)], 2)
+        coded = [CodedSum([out], opened[2 * i : 2 * i + 2], 0.3, add=True) for i, out in enumerate(outs)]
+        method.sum_all(coded)
+        return tuple(outs)
+
+    for i, got in enumerate(on_device(lambda *payloads: sums(device_method, payloads), *alone)):
+        opened = cpu_method.open_all([alone[i]] * 2, [grads[i].numel()] * 2, 2)
+        expected = torch.ones(grads[i].numel())
+        cpu_method.sum_all([CodedSum([expected], opened, 0.3, add=True)])
+        assert torch.equal(got, expected)  # but for the signs of zeros
+    assert all(map(torch.equal, sums(cpu_method, alone), on_device(lambda *p: sums(device_method, p), *alone)))
 
 
 def round_trip(method, grad, key):

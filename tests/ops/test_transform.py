@@ -509,12 +509,12 @@ def check_wires(parts, transform, before, weight, add):
     where = ops.groups.addresses(bitmaps), ops.groups.addresses(packed), ops.groups.numels(packed)
     k, bits = [part.k for part in parts], np.array([part.number.bits for part in parts])
     table = ops.groups.transform_parts(*where, k, bits, ops.groups.addresses(wires))
-    assert ops.groups.transform_decode(table, transform.code, out, weight, add) is None
+    assert ops.groups.transform_decode(table, transform.code, [out], weight, add) == 0
     assert torch.equal(out, expected)
     # Formats of other bits fail.
     last = min(len(parts), 16) - 1
     table["format"]["bits"][last] += 1
-    assert ops.groups.transform_decode(table[: last + 1], transform.code, out, weight, add) == last
+    assert ops.groups.transform_decode(table[: last + 1], transform.code, [out], weight, add) == last + 1
     assert torch.equal(out, expected)
 
 

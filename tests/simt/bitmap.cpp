@@ -25,21 +25,16 @@ static void test_indices(int64_t n, const std::vector<int32_t>& indices) {
   const simt::Buffer<uint8_t> bits((n + 7) / 8, n % 4);
   if (n) std::memset(bits.get(), 0, size_t(bits.size()));
   for (int32_t i : indices) bits[i / 8] |= uint8_t(1 << i % 8);
-  const simt::Buffer<float> x(simt::data(simt::Kind::wild, n)), expected(count);
   const simt::Buffer<int32_t> where(count);
   int64_t found;
-  cpu::bitmap_indices(bits, n, x, count, where, expected, &found, 1);
+  cpu::bitmap_indices(bits, n, count, where, &found, 1);
   simt::in_any_order(n, [&] {
-    const simt::Buffer<int32_t> got(count), untouched(count + 1), more(count + 1), alone(count);
-    const simt::Buffer<float> values(count);
+    const simt::Buffer<int32_t> got(count), untouched(count + 1), more(count + 1);
     const simt::Buffer<int64_t> set(1);
-    simt::call(cuda::bitmap_indices, bits, n, x, count, got, values, set);
+    simt::call(cuda::bitmap_indices, bits, n, count, got, set);
     simt::expect_equal(got.get(), where.get(), count, "bitmap_indices");
-    simt::expect_equal(values.get(), expected.get(), count, "bitmap_indices: values");
     simt::expect_equal(*set.get(), count, "bitmap_indices: set bits");
-    simt::call(cuda::bitmap_indices, bits, n, nullptr, count, alone, nullptr, set);
-    simt::expect_equal(alone.get(), where.get(), count, "bitmap_indices without values");
-    simt::call(cuda::bitmap_indices, bits, n, nullptr, count + 1, more, nullptr, set);
+    simt::call(cuda::bitmap_indices, bits, n, count + 1, more, set);
     simt::expect_equal(more.get(), untouched.get(), count + 1, "bitmap_indices of another count");
     simt::call(cuda::bitmap_count, bits, n, set);
     simt::expect_equal(*set.get(), count, "bitmap_count");

@@ -28,21 +28,29 @@ static int64_t count_of(const std::vector<uint8_t>& bitmap) {
   return count;
 }
 
+// On the CPU, returns the size of the stream.
+static int64_t encode(const uint8_t* bitmap, int64_t n, int segment, uint8_t* out) {
+  int64_t nbytes;
+  const BitmapSource source{bitmap, n, segment, out, &nbytes};
+  cpu::bitmap_code_encode(&source, 1, 1);
+  return nbytes;
+}
+
 static void test(const std::vector<uint8_t>& bits, int64_t n, int segment) {
   const simt::Buffer<uint8_t> bitmap(bits, n % 3), expected(capacity_of(n, segment));
-  int64_t nbytes;
-  cpu::bitmap_code_encode(bitmap, n, segment, expected, &nbytes, 1);
+  const int64_t nbytes = encode(bitmap, n, segment, expected);
   simt::in_any_order(n, [&] {
     const simt::Buffer<uint8_t> out(capacity_of(n, segment), n % 4);
     const simt::Buffer<int64_t> written(1);
-    simt::call(cuda::bitmap_code_encode, bitmap, n, segment, out, written);
+    const BitmapSource source{bitmap, n, segment, out, written};
+    simt::call(cuda::bitmap_code_encode, &source, 1);
     simt::expect_equal(*written.get(), nbytes, "bitmap_code_encode: nbytes");
     simt::expect_equal(out.get(), expected.get(), nbytes, "bitmap_code_encode");
     const simt::Buffer<uint8_t> stream(std::vector<uint8_t>(out.get(), out.get() + nbytes), n % 4);
     const simt::Buffer<uint8_t> back(int64_t(bits.size()), n % 5);
     const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
-    const BitmapStream listed{stream, nbytes, count_of(bits), back};
-    simt::call(cuda::bitmap_code_decode, &listed, 1, n, segment, true, failed);
+    const BitmapStream listed{stream, nbytes, count_of(bits), back, n, segment};
+    simt::call(cuda::bitmap_code_decode, &listed, 1, true, failed);
     simt::expect_equal(*failed.get(), 0, "bitmap_code_decode: failed");
     simt::expect_equal(back.get(), bitmap.get(), bitmap.size(), "bitmap_code_decode");
   });
@@ -63,9 +71,8 @@ static void test_hostile(int64_t n, unsigned seed) {
   const std::vector<uint8_t> bits = random_bitmap(n, seed);
   const int segment = segment_of(seed / 6);
   std::vector<uint8_t> bytes(size_t(capacity_of(n, segment)));
-  int64_t nbytes, count = count_of(bits);
-  cpu::bitmap_code_encode(bits.data(), n, segment, bytes.data(), &nbytes, 1);
-  bytes.resize(size_t(nbytes));
+  int64_t count = count_of(bits);
+  bytes.resize(size_t(encode(bits.data(), n, segment, bytes.data())));
   const unsigned what = seed % 6;
   if (what == 0) bytes.resize(random() % (bytes.size() + 1));
   if (what == 1) bytes.resize(bytes.size() + 1 + random() % 200, uint8_t(random()));
@@ -82,10 +89,11 @@ static void test_hostile(int64_t n, unsigned seed) {
     if (round == 2) claimed = count;
     int32_t refused = 0;
     const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
-    const BitmapStream on_cpu{stream, stream.size(), claimed, expected}, listed{stream, stream.size(), claimed, back};
-    cpu::bitmap_code_decode(&on_cpu, 1, n, segment, exact, &refused, 1);
+    const BitmapStream on_cpu{stream, stream.size(), claimed, expected, n, segment};
+    const BitmapStream listed{stream, stream.size(), claimed, back, n, segment};
+    cpu::bitmap_code_decode(&on_cpu, 1, exact, &refused, 1);
     simt::options.seed = seed;
-    simt::call(cuda::bitmap_code_decode, &listed, 1, n, segment, exact, failed);
+    simt::call(cuda::bitmap_code_decode, &listed, 1, exact, failed);
     simt::expect_equal(*failed.get(), refused,
                        "bitmap_code_decode of other bytes: failed, seed " + std::to_string(seed));
     if (what == 1) simt::expect_equal(refused, int32_t(exact), "bitmap_code_decode of a byte more");
@@ -98,29 +106,40 @@ static void test_hostile(int64_t n, unsigned seed) {
   }
 }
 
-// Several streams in one call, of which those in `corrupt` lack their last byte: only their bitmaps are not decoded.
+// Several bitmaps in one call, of sizes up to n. Of the streams, those in `corrupt` lack their last byte when they are
+// decoded: only their bitmaps are not.
 static void test_several(int64_t n, int count, const std::vector<int>& corrupt) {
   std::vector<std::vector<uint8_t>> bitmaps;
-  std::vector<simt::Buffer<uint8_t>> streams, expected, back;
+  std::vector<simt::Buffer<uint8_t>> streams, written, expected, back;
   std::vector<BitmapStream> on_cpu, listed;
-  streams.reserve(size_t(count)), expected.reserve(size_t(count)), back.reserve(size_t(count));
+  std::vector<BitmapSource> sources;
+  const simt::Buffer<int64_t> sizes(count);
   for (int i = 0; i < count; ++i) {
-    const auto& bits = bitmaps.emplace_back(random_bitmap(n, unsigned(i)));
-    std::vector<uint8_t> bytes(size_t(capacity_of(n, kMostSegment)));
-    int64_t nbytes;
-    cpu::bitmap_code_encode(bits.data(), n, kMostSegment, bytes.data(), &nbytes, 1);
-    bytes.resize(size_t(nbytes) - size_t(std::count(corrupt.begin(), corrupt.end(), i)));
+    const int64_t size = i % 4 == 3 ? 1 + 90 * i : n;
+    const int segment = segment_of(unsigned(i));
+    const auto& bits = bitmaps.emplace_back(random_bitmap(size, unsigned(i)));
+    std::vector<uint8_t> bytes(size_t(capacity_of(size, segment)));
+    bytes.resize(size_t(encode(bits.data(), size, segment, bytes.data())));
+    written.emplace_back(int64_t(bytes.size()), i % 5);
+    sources.push_back({bits.data(), size, segment, written.back(), sizes + i});
+    bytes.resize(bytes.size() - size_t(std::count(corrupt.begin(), corrupt.end(), i)));
     streams.emplace_back(bytes, i % 3);
     expected.emplace_back(int64_t(bits.size()));
     back.emplace_back(int64_t(bits.size()), i % 5);
-    on_cpu.push_back({streams.back(), streams.back().size(), count_of(bits), expected.back()});
-    listed.push_back({streams.back(), streams.back().size(), count_of(bits), back.back()});
+    on_cpu.push_back({streams.back(), streams.back().size(), count_of(bits), expected.back(), size, segment});
+    listed.push_back({streams.back(), streams.back().size(), count_of(bits), back.back(), size, segment});
+  }
+  simt::call(cuda::bitmap_code_encode, sources.data(), count);
+  for (int i = 0; i < count; ++i) {
+    const auto& stream = streams[size_t(i)];
+    simt::expect_equal(sizes[i], written[size_t(i)].size(), "bitmap_code_encode of several: nbytes");
+    simt::expect_equal(written[size_t(i)].get(), stream.get(), stream.size(), "bitmap_code_encode of several");
   }
   int32_t refused = 0;
-  cpu::bitmap_code_decode(on_cpu.data(), count, n, kMostSegment, true, &refused, 2);
+  cpu::bitmap_code_decode(on_cpu.data(), count, true, &refused, 2);
   simt::expect_equal(refused, corrupt.empty() ? 0 : 1 + corrupt[0], "bitmap_code_decode of several: failed on the CPU");
   const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
-  simt::call(cuda::bitmap_code_decode, listed.data(), count, n, kMostSegment, true, failed);
+  simt::call(cuda::bitmap_code_decode, listed.data(), count, true, failed);
   const int32_t reported = *failed.get();
   simt::expect_equal(reported > 0, refused > 0, "bitmap_code_decode of several: failed");
   simt::expect_equal(!refused || std::count(corrupt.begin(), corrupt.end(), reported - 1) > 0, true,

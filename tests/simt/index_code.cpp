@@ -11,10 +11,18 @@ using Indices = simt::Buffer<int32_t>;
 using Floats = simt::Buffer<float>;
 
 static int64_t encode(const Indices& indices, int64_t numel, const Bytes& out) {
-  const int64_t count = indices.size();
   const simt::Buffer<int64_t> nbytes(1);
-  simt::call(cuda::index_code_encode, indices, count, numel, out, out.size(), nbytes);
+  const IndexSource table{indices, indices.size(), numel, out, out.size(), nbytes};
+  simt::call(cuda::index_code_encode, &table, 1);
   return *nbytes.get();
+}
+
+// The same on the CPU, for any room.
+static int64_t encode_there(const Indices& indices, int64_t numel, uint8_t* out = nullptr, int64_t capacity = 0) {
+  int64_t nbytes;
+  const IndexSource table{indices, indices.size(), numel, out, capacity, &nbytes};
+  cpu::index_code_encode(&table, 1, 1);
+  return nbytes;
 }
 
 // For any bytes, CPU and CUDA agree on whether they are valid, and stay within bounds.
@@ -23,14 +31,16 @@ static void test_decode(const Bytes& stream, int64_t numel, int64_t count, bool 
   const Indices expected(count);
   const Floats values(simt::data(simt::Kind::normal, count)), sum(simt::data(simt::Kind::sparse, numel));
   int32_t corrupt = 0;
-  cpu::index_code_decode(stream, nbytes, numel, count, expected, &corrupt, 1);
+  const IndexStream on_cpu{stream, nbytes, numel, count, expected};
+  cpu::index_code_decode(&on_cpu, 1, &corrupt, 1);
   const WeightedSum table{sum, numel, 1, 1};
   const IndexTerm term{stream, nbytes, values, count, 0.3};
   if (!corrupt) cpu::index_code_decode_add(&table, 1, &term, &corrupt, 1);
   const auto compare = [&] {
     const Indices got(count);
     const simt::Buffer<int32_t> failed(std::vector<int32_t>{0, 0});
-    simt::call(cuda::index_code_decode, stream, nbytes, numel, count, got, failed);
+    const IndexStream listed{stream, nbytes, numel, count, got};
+    simt::call(cuda::index_code_decode, &listed, 1, failed);
     const Floats out(simt::data(simt::Kind::sparse, numel));
     const WeightedSum same{out, numel, 1, 1};
     simt::call(cuda::index_code_decode_add, &same, 1, &term, failed + 1);
@@ -50,11 +60,9 @@ static void test_decode(const Bytes& stream, int64_t numel, int64_t count, bool 
 static void test_stream(int64_t numel, const std::vector<int32_t>& list, std::mt19937& random) {
   const int64_t count = int64_t(list.size());
   const Indices indices(list, count % 3);
-  int64_t nbytes, written;
-  cpu::index_code_encode(indices, count, numel, nullptr, 0, &nbytes, 1);
+  const int64_t nbytes = encode_there(indices, numel);
   const Bytes expected(nbytes, numel % 4);
-  cpu::index_code_encode(indices, count, numel, expected, nbytes, &written, 1);
-  simt::expect_equal(written, nbytes, "index_code_encode on the CPU: nbytes");
+  simt::expect_equal(encode_there(indices, numel, expected, nbytes), nbytes, "index_code_encode on the CPU: nbytes");
   simt::in_any_order(numel, [&] {
     const Bytes out(nbytes, count % 5), small(nbytes - 1), untouched(nbytes - 1);
     simt::expect_equal(encode(indices, numel, out), nbytes, "index_code_encode: nbytes");
@@ -111,10 +119,9 @@ static void test_table(const std::vector<int64_t>& sizes, int64_t spoilt = -1) {
       for (int64_t at = t; at < sizes[size_t(i)]; at += 1 + (i + t) % 7) list.push_back(int32_t(at));
       const auto k = int64_t(list.size());
       const Indices indices(list);
-      int64_t nbytes, written;
-      cpu::index_code_encode(indices, k, sizes[size_t(i)], nullptr, 0, &nbytes, 1);
+      const int64_t nbytes = encode_there(indices, sizes[size_t(i)]);
       streams.emplace_back(nbytes, t);
-      cpu::index_code_encode(indices, k, sizes[size_t(i)], streams.back(), nbytes, &written, 1);
+      encode_there(indices, sizes[size_t(i)], streams.back(), nbytes);
       if (int64_t(terms.size()) == spoilt) streams.back()[4] ^= 1;
       values.emplace_back(simt::data(simt::Kind::normal, k));
       terms.push_back({streams.back(), nbytes, values.back(), k, 0.3 * double(t + 1)});
@@ -145,7 +152,48 @@ static void test_table(const std::vector<int64_t>& sizes, int64_t spoilt = -1) {
   }
 }
 
+// More streams than a launch writes or reads: in both forms, empty, invalid, and without the room, which are corrupt.
+static void test_sources() {
+  std::vector<Indices> indices;
+  std::vector<Bytes> expected, outs;
+  std::vector<IndexSource> table, on_cpu;
+  constexpr int64_t kCount = cuda::kMostVectors + 7;
+  const simt::Buffer<int64_t> nbytes(kCount), wanted(kCount);
+  for (int64_t i = 0; i < kCount; ++i) {
+    const int64_t numel = i % 5 ? 30 * i * i : 20000;
+    std::vector<int32_t> list;
+    for (int64_t at = i; at < numel; at += 1 + i % 4 * 40) list.push_back(int32_t(at));
+    if (i == 4) list.back() = int32_t(numel);
+    indices.emplace_back(list, i % 3);
+    const int64_t room = std::max<int64_t>(0, encode_there(indices.back(), numel) - (i == 9));
+    expected.emplace_back(room);
+    outs.emplace_back(room, i % 5);
+    table.push_back({indices.back(), int64_t(list.size()), numel, outs.back(), room, nbytes + i});
+    on_cpu.push_back({indices.back(), int64_t(list.size()), numel, expected.back(), room, wanted + i});
+  }
+  cpu::index_code_encode(on_cpu.data(), kCount, 2);
+  simt::call(cuda::index_code_encode, table.data(), kCount);
+  simt::expect_equal(nbytes.get(), wanted.get(), kCount, "index_code_encode of a table: nbytes");
+  for (size_t i = 0; i < outs.size(); ++i)
+    simt::expect_equal(outs[i].get(), expected[i].get(), outs[i].size(), "index_code_encode of a table");
+  std::vector<IndexStream> streams;
+  std::vector<Indices> back;
+  for (int64_t i = 0; i < kCount; ++i) {
+    back.emplace_back(table[size_t(i)].count, i % 3);
+    streams.push_back(
+        {outs[size_t(i)], outs[size_t(i)].size(), table[size_t(i)].numel, table[size_t(i)].count, back.back()});
+  }
+  const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
+  simt::call(cuda::index_code_decode, streams.data(), kCount, failed);
+  simt::expect_equal(*failed.get(), 1, "index_code_decode of a table: failed");
+  for (int64_t i = 0; i < kCount; ++i)
+    if (i != 4 && i != 9)
+      simt::expect_equal(back[size_t(i)].get(), indices[size_t(i)].get(), back[size_t(i)].size(),
+                         "index_code_decode of a table");
+}
+
 int main() {
+  test_sources();
   test_table({});
   test_table({100, 33, 9000, 20000, 0, 1, 8192, 300, 5, 7, 70000, 8193});
   test_table({100, 33, 9000, 20000, 0, 1, 8192, 300}, 2);

@@ -8,17 +8,20 @@ using namespace gradzip;
 
 static void test_fit(const simt::Buffer<float>& x, int64_t n, int bits, int mantissa, float vmin, float vmax) {
   RangeFloat expected;
-  cpu::range_float_fit(&expected, x, n, bits, mantissa, vmin, vmax, 1);
+  const RangeFit on_cpu{&expected, x, n};
+  cpu::range_float_fit(&on_cpu, 1, bits, mantissa, vmin, vmax, 1);
   simt::in_any_order(n, [&] {
     const simt::Buffer<RangeFloat> format(1);
-    simt::call(cuda::range_float_fit, format, x, n, bits, mantissa, vmin, vmax);
+    const RangeFit fit{format, x, n};
+    simt::call(cuda::range_float_fit, &fit, 1, bits, mantissa, vmin, vmax);
     simt::expect_equal(*format.get(), expected, "range_float_fit, bits = " + std::to_string(bits));
   });
 }
 
 static void test_encode(const simt::Buffer<float>& x, int64_t n, int bits, bool stochastic) {
   RangeFloat number;
-  cpu::range_float_fit(&number, x, n, bits, -1, -0.7f, 1.5f, 1);
+  const RangeFit fit{&number, x, n};
+  cpu::range_float_fit(&fit, 1, bits, -1, -0.7f, 1.5f, 1);
   if (number.positive + number.negative >= 1u << bits)
     std::fprintf(stderr, "codes of more than N bits\n"), std::exit(1);
   const simt::Buffer<RangeFloat> format(std::vector<RangeFloat>{number});
@@ -27,12 +30,13 @@ static void test_encode(const simt::Buffer<float>& x, int64_t n, int bits, bool 
   const simt::Buffer<uint8_t> expected_packed(nbytes);
   const simt::Buffer<float> expected_values(n);
   const int64_t* const replays = simt::replays_for(n);
-  int64_t out = 0, out_packed = 0;
+  int64_t out = 0, out_packed = 5;  // which grows
   int32_t refused = 0;
   cpu::range_float_encode(&number, x, n, stochastic, 42, expected, &out, 1);
-  cpu::range_float_encode_packed(&number, x, n, bits, stochastic, 42, replays, expected_packed, &out_packed, 1);
+  const RangeSource on_cpu{&number, x, n, 42, expected_packed, &out_packed};
+  cpu::range_float_encode_packed(&on_cpu, 1, bits, stochastic, replays, 1);
   cpu::range_float_decode(&number, expected, n, expected_values, &refused, 1);
-  simt::expect_equal(out_packed, out, "range_float_encode_packed on the CPU: outside");
+  simt::expect_equal(out_packed, 5 + out, "range_float_encode_packed on the CPU: outside");
   simt::expect_equal(refused, 0, "range_float_decode on the CPU: failed");
   simt::in_any_order(n, [&] {
     const simt::Buffer<int32_t> codes(n, n % 2), failed(std::vector<int32_t>{0});
@@ -41,9 +45,10 @@ static void test_encode(const simt::Buffer<float>& x, int64_t n, int bits, bool 
     simt::expect_equal(codes.get(), expected.get(), n, "range_float_encode");
     simt::expect_equal(*outside.get(), out, "range_float_encode: outside");
     const simt::Buffer<uint8_t> packed(nbytes, n % 4);
-    cuda::range_float_encode_packed(format, x, n, bits, stochastic, 42, replays, packed, outside, nullptr);
+    const RangeSource source{format, x, n, 42, packed, outside};
+    cuda::range_float_encode_packed(&source, 1, bits, stochastic, replays, nullptr);
     simt::expect_equal(packed.get(), expected_packed.get(), nbytes, "range_float_encode_packed");
-    simt::expect_equal(*outside.get(), out, "range_float_encode_packed: outside");
+    simt::expect_equal(*outside.get(), 2 * out, "range_float_encode_packed: outside");
     const simt::Buffer<float> values(n);
     cuda::range_float_decode(&number, codes, n, values, failed, nullptr);
     simt::expect_equal(values.get(), expected_values.get(), n, "range_float_decode");
@@ -68,7 +73,39 @@ static void test_encode(const simt::Buffer<float>& x, int64_t n, int bits, bool 
   });
 }
 
+// More tensors than a launch takes, of different sizes.
+static void test_several(int bits, int mantissa, bool stochastic) {
+  constexpr int64_t kCount = cuda::kMostVectors + 5;
+  std::vector<simt::Buffer<float>> xs;
+  std::vector<simt::Buffer<uint8_t>> expected, packed;
+  const simt::Buffer<RangeFloat> wanted(kCount), formats(kCount);
+  int64_t out_there = 0;
+  const simt::Buffer<int64_t> out(std::vector<int64_t>{0});
+  std::vector<RangeFit> fits_there, fits;
+  std::vector<RangeSource> there, sources;
+  for (int64_t i = 0; i < kCount; ++i) {
+    const int64_t n = i % 4 == 3 ? 9000 + i : i * i;
+    xs.emplace_back(simt::data(simt::kKinds[size_t(i) % std::size(simt::kKinds)], n), i % 4);
+    expected.emplace_back((n * bits + 7) / 8);
+    packed.emplace_back((n * bits + 7) / 8, i % 4);
+    fits_there.push_back({wanted + i, xs.back(), n});
+    fits.push_back({formats + i, xs.back(), n});
+    there.push_back({wanted + i, xs.back(), n, 7 + uint64_t(i), expected.back(), &out_there});
+    sources.push_back({formats + i, xs.back(), n, 7 + uint64_t(i), packed.back(), out});
+  }
+  cpu::range_float_fit(fits_there.data(), kCount, bits, mantissa, -0.5f, 0.5f, 2);
+  cpu::range_float_encode_packed(there.data(), kCount, bits, stochastic, nullptr, 2);
+  simt::call(cuda::range_float_fit, fits.data(), kCount, bits, mantissa, -0.5f, 0.5f);
+  simt::expect_equal(formats.get(), wanted.get(), kCount, "range_float_fit of several");
+  cuda::range_float_encode_packed(sources.data(), kCount, bits, stochastic, nullptr, nullptr);
+  for (size_t i = 0; i < packed.size(); ++i)
+    simt::expect_equal(packed[i].get(), expected[i].get(), packed[i].size(), "range_float_encode_packed of several");
+  simt::expect_equal(*out.get(), out_there, "range_float_encode_packed of several: outside");
+}
+
 int main() {
+  test_several(8, -1, false);
+  test_several(5, 2, true);
   for (int64_t n : simt::kSizes) {
     for (simt::Kind kind : simt::kKinds) {
       const simt::Buffer<float> x(simt::data(kind, n), n % 4);

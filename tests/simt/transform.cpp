@@ -65,12 +65,14 @@ static void test_select(uint32_t code, const std::vector<float>& data, int64_t k
   const int64_t nbytes = (t.groups() + 7) / 8, room = scratch ? t.tiles * t.tile : 0;
   const simt::Buffer<float> x(data, n % 4), values(k * t.group);
   const simt::Buffer<uint8_t> bitmap(nbytes);
-  cpu::transform_select(x, n, code, k, nullptr, 0, bitmap, values, 1);
+  const TransformSource on_cpu{x, n, k, nullptr, 0, bitmap, values};
+  cpu::transform_select(&on_cpu, 1, code, 1);
   const std::string title = name(what, code, n) + ", k = " + std::to_string(k);
   in_some_order([&] {
     const simt::Buffer<float> memory(room), got(k * t.group, n % 3);
     const simt::Buffer<uint8_t> bits(nbytes, n % 4);
-    simt::call(cuda::transform_select, x, n, code, k, memory, room, bits, got);
+    const TransformSource source{x, n, k, memory, room, bits, got};
+    simt::call(cuda::transform_select, &source, 1, code);
     simt::expect_equal(bits.get(), bitmap.get(), nbytes, "transform_select: bitmap, " + title);
     // Where only one device multiplies by zero, a part of a pair may be a number on one device and NaN on the other.
     if (finite) expect_close(got, values, k * t.group, "transform_select: values, " + title);
@@ -126,7 +128,8 @@ struct Part {
     }
     packed = simt::Buffer<uint8_t>((group * count * bits + 7) / 8, 1 - skip % 2);
     for (int64_t i = 0; i < packed.size(); ++i) packed[i] = uint8_t(random());
-    cpu::range_float_fit(&format, nullptr, 0, bits, bits / 2, -2.0f, 1.0f, 1);
+    const RangeFit fit{&format, nullptr, 0};
+    cpu::range_float_fit(&fit, 1, bits, bits / 2, -2.0f, 1.0f, 1);
     const uint64_t word = range_wire(format);
     std::memcpy(wire.get(), &word, 8);
     // As a peer reads it: codes above P + Q, which random codes may be, are negative numbers then.
@@ -146,17 +149,20 @@ static void test_decode(uint32_t code, int64_t n, int count) {
   for (bool add : {false, true}) {
     const simt::Buffer<float> expected(start);
     int32_t refused = 0;
-    cpu::transform_decode(table.data(), count, code, 0.3f, add, expected, n, &refused, 1);
+    const WeightedSum sum{expected, n, count, add};
+    cpu::transform_decode(&sum, 1, table.data(), code, 0.3f, &refused, 1);
     simt::expect_equal(refused, 0, "transform_decode on the CPU: failed");
     const simt::Buffer<float> same(start);
-    cpu::transform_decode(by_wire.data(), count, code, 0.3f, add, same, n, &refused, 1);
+    const WeightedSum sum_by_wire{same, n, count, add};
+    cpu::transform_decode(&sum_by_wire, 1, by_wire.data(), code, 0.3f, &refused, 1);
     simt::expect_equal(refused, 0, "transform_decode by the wire on the CPU: failed");
     simt::expect_equal(same.get(), expected.get(), n, "transform_decode by the wire on the CPU");
     in_some_order([&] {
       for (const auto& listed : {table, by_wire}) {
         const simt::Buffer<float> out(start, n % 4);
         const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
-        simt::call(cuda::transform_decode, listed.data(), int64_t(count), code, 0.3f, add, out, n, failed);
+        const WeightedSum on_device{out, n, count, add};
+        simt::call(cuda::transform_decode, &on_device, 1, listed.data(), code, 0.3f, failed);
         simt::expect_equal(*failed.get(), 0, "transform_decode: failed");
         expect_close(out, expected, n, name("transform_decode", code, n) + ", parts: " + std::to_string(count));
       }
@@ -166,7 +172,8 @@ static void test_decode(uint32_t code, int64_t n, int count) {
     const simt::Buffer<float> out(start);
     const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
     int32_t* const reported = flag ? failed.get() : nullptr;
-    simt::call(cuda::transform_decode, wrong.data(), int64_t(count), code, 0.3f, add, out, n, reported);
+    const WeightedSum sum{out, n, count, add};
+    simt::call(cuda::transform_decode, &sum, 1, wrong.data(), code, 0.3f, reported);
     if (flag) simt::expect_equal(*reported, index + 1, "transform_decode of an invalid part: failed");
     for (int64_t i = 0; i < n; ++i)
       if (!std::isnan(out[i])) std::fprintf(stderr, "an invalid part gives a number\n"), std::exit(1);
@@ -188,7 +195,8 @@ static void test_decode(uint32_t code, int64_t n, int count) {
     expect_invalid(wrong, bad, false, true);
     int32_t refused = 0;
     const simt::Buffer<float> out(start);
-    cpu::transform_decode(wrong.data(), count, code, 0.3f, false, out, n, &refused, 1);
+    const WeightedSum sum{out, n, count, false};
+    cpu::transform_decode(&sum, 1, wrong.data(), code, 0.3f, &refused, 1);
     simt::expect_equal(refused, bad + 1, "transform_decode of an invalid format on the CPU: failed");
     simt::expect_equal(out.get(), start.data(), n, "transform_decode of an invalid format on the CPU");
   }
@@ -197,7 +205,70 @@ static void test_decode(uint32_t code, int64_t n, int count) {
   expect_invalid(table, count - 1, false, true);
 }
 
+// More vectors than a launch takes, of different sizes, and sums of them: of no, one and several parts. In the sums of
+// index `invalid`, a part is, which spoils these alone.
+static void test_several(uint32_t code, int64_t most, const std::vector<int64_t>& invalid) {
+  constexpr int64_t kCount = cuda::kMostVectors + 4;
+  struct Selected {
+    simt::Buffer<float> values;
+    simt::Buffer<uint8_t> bitmap;
+  };
+  std::vector<simt::Buffer<float>> xs, outs, wanted;
+  std::vector<Selected> expected, got;
+  std::vector<TransformSource> there, sources;
+  std::vector<Part> held;
+  std::vector<TransformPart> parts;
+  std::vector<WeightedSum> sums_there, sums;
+  int32_t first_invalid = 0;
+  for (int64_t i = 0; i < kCount; ++i) {
+    const int64_t n = i % 3 ? 1 + 5 * i : most - i;
+    const TransformLayout t = layout_of(code, n);
+    const int64_t groups = t.groups(), k = 1 + groups / 7;
+    xs.emplace_back(simt::data(i % 2 ? simt::Kind::normal : simt::Kind::ties, n), i % 4);
+    for (auto* of : {&expected, &got})
+      of->push_back({simt::Buffer<float>(k * t.group), simt::Buffer<uint8_t>((groups + 7) / 8)});
+    there.push_back({xs.back(), n, k, nullptr, 0, expected.back().bitmap, expected.back().values});
+    sources.push_back({xs.back(), n, k, nullptr, 0, got.back().bitmap, got.back().values});
+    const bool spoilt = std::count(invalid.begin(), invalid.end(), i) > 0;
+    for (int64_t c = 0; c < (i == 5 ? kMostParts : i % 4); ++c) {
+      held.emplace_back(groups, t.group, 2 + int(c) % 9, 5u, unsigned(i + c), c % 4);
+      parts.push_back(held.back().get());
+      if (!spoilt || c != i % 4 - 1) continue;
+      ++parts.back().count;
+      if (!first_invalid) first_invalid = int32_t(parts.size());
+    }
+    const auto start = simt::data(simt::Kind::normal, n);
+    wanted.emplace_back(start), outs.emplace_back(start, i % 4);
+    sums_there.push_back({wanted.back(), n, i == 5 ? kMostParts : i % 4, i % 2});
+    sums.push_back({outs.back(), n, i == 5 ? kMostParts : i % 4, i % 2});
+  }
+  cpu::transform_select(there.data(), kCount, code, 2);
+  simt::call(cuda::transform_select, sources.data(), kCount, code);
+  for (size_t i = 0; i < got.size(); ++i) {
+    const auto& bits = got[i].bitmap;
+    simt::expect_equal(bits.get(), expected[i].bitmap.get(), bits.size(), "transform_select of several: bitmap");
+    expect_close(got[i].values, expected[i].values, got[i].values.size(), "transform_select of several: values");
+  }
+  int32_t refused = 0;
+  cpu::transform_decode(sums_there.data(), kCount, parts.data(), code, 0.3f, &refused, 2);
+  simt::expect_equal(refused, first_invalid, "transform_decode of several on the CPU: failed");
+  const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
+  simt::call(cuda::transform_decode, sums.data(), kCount, parts.data(), code, 0.3f, failed);
+  simt::expect_equal(*failed.get() > 0, refused > 0, "transform_decode of several: failed");
+  for (int64_t i = 0; i < kCount; ++i) {
+    const bool spoilt = std::count(invalid.begin(), invalid.end(), i) > 0;
+    for (int64_t j = 0; j < sums[size_t(i)].n; ++j)
+      if (std::isnan(outs[size_t(i)][j]) != spoilt) std::fprintf(stderr, "the wrong sum is NaN\n"), std::exit(1);
+    if (!refused) expect_close(outs[size_t(i)], wanted[size_t(i)], sums[size_t(i)].n, "transform_decode of several");
+  }
+}
+
 int main() {
+  for (uint32_t code : {dct(3, 3), fourier(6), kPairs}) {
+    if (simt::kRaces && code == kPairs) continue;
+    test_several(code, simt::kRaces ? 9000 : 40000, {});
+    if (!simt::kRaces) test_several(code, 9000, {7, 18});
+  }
   const uint32_t codes[] = {dct(1),     dct(3, 3),  dct(5, 5),   dct(7, 7), dct(3, 3, 3), dct(8),
                             dct(16),    fourier(4), fourier(5),  dct(64),   dct(256),     fourier(3),
                             fourier(6), fourier(8), fourier(10), kPairs};

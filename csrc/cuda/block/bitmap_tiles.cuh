@@ -36,37 +36,40 @@ GZ_DEVICE void store_word(uint8_t* bitmap, int64_t j, int64_t n, uint32_t word) 
 // This lane's word of a tile.
 GZ_DEVICE int64_t tile_word(int64_t tile) { return tile * (kTile / 32) + int64_t(threadIdx.x); }
 
-// store(i, rank, load(i, set, rank)) for all bits i < n of the bitmap, or for the set bits only. rank is the number of
-// bits set before i, offsets[t] the number of bits set before tile t. Several loads are in flight before the first
-// store.
+// store(i, rank, load(i, set, rank)) for all bits i < n of a tile, or for the set bits only. word: this lane's. rank is
+// the number of bits set before i, `offset` of them in tiles before. Several loads are in flight before the first store.
 template <bool kOnlySet, class Load, class Store>
-GZ_DEVICE void for_each_bit(const uint8_t* bitmap, int64_t n, const int64_t* offsets, Load load, Store store) {
+GZ_DEVICE void for_each_bit_of(uint32_t word, int64_t tile, int64_t n, int64_t offset, Load load, Store store) {
   __shared__ uint32_t partial[kLanes];
   constexpr int kInFlight = 4;
   const unsigned below = (1u << lane()) - 1;
-  for (int64_t tile = blockIdx.x; tile * kTile < n; tile += gridDim.x) {
-    const uint32_t word = load_word(bitmap, tile_word(tile), n);
-    uint32_t total;
-    const uint32_t before = block_scan(uint32_t(__popc(word)), partial, &total);
-    const int64_t first = tile * kTile + warp() * kWarpBits + lane(), offset = offsets[tile];
-    for (int j = 0; j < kLanes; j += kInFlight) {
-      decltype(load(int64_t(0), true, int64_t(0))) values[kInFlight];
-      int64_t ranks[kInFlight];
-      bool active[kInFlight];
+  uint32_t total;
+  const uint32_t before = block_scan(uint32_t(__popc(word)), partial, &total);
+  const int64_t first = tile * kTile + warp() * kWarpBits + lane();
+  for (int j = 0; j < kLanes; j += kInFlight) {
+    decltype(load(int64_t(0), true, int64_t(0))) values[kInFlight];
+    int64_t ranks[kInFlight];
+    bool active[kInFlight];
 #pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
-        const uint32_t bits = __shfl_sync(kAllLanes, word, j + u), rank = __shfl_sync(kAllLanes, before, j + u);
-        const int64_t i = first + 32 * (j + u);
-        const bool set = bits >> lane() & 1;
-        active[u] = kOnlySet ? set : i < n;
-        ranks[u] = offset + rank + __popc(bits & below);
-        if (active[u]) values[u] = load(i, set, ranks[u]);
-      }
-#pragma unroll
-      for (int u = 0; u < kInFlight; ++u)
-        if (active[u]) store(first + 32 * (j + u), ranks[u], values[u]);
+    for (int u = 0; u < kInFlight; ++u) {
+      const uint32_t bits = __shfl_sync(kAllLanes, word, j + u), rank = __shfl_sync(kAllLanes, before, j + u);
+      const int64_t i = first + 32 * (j + u);
+      const bool set = bits >> lane() & 1;
+      active[u] = kOnlySet ? set : i < n;
+      ranks[u] = offset + rank + __popc(bits & below);
+      if (active[u]) values[u] = load(i, set, ranks[u]);
     }
+#pragma unroll
+    for (int u = 0; u < kInFlight; ++u)
+      if (active[u]) store(first + 32 * (j + u), ranks[u], values[u]);
   }
+}
+
+// The same for all tiles of a bitmap: offsets[t] is the number of bits set before tile t.
+template <bool kOnlySet, class Load, class Store>
+GZ_DEVICE void for_each_bit(const uint8_t* bitmap, int64_t n, const int64_t* offsets, Load load, Store store) {
+  for (int64_t tile = blockIdx.x; tile * kTile < n; tile += gridDim.x)
+    for_each_bit_of<kOnlySet>(load_word(bitmap, tile_word(tile), n), tile, n, offsets[tile], load, store);
 }
 
 // counts[t] = the number of bits set in tile t.
@@ -82,11 +85,12 @@ GZ_DEVICE void for_each_bit(const uint8_t* bitmap, int64_t n, const int64_t* off
 // offsets[t] = counts[0] + ... + counts[t - 1] for t <= tiles; returns the total. counts[t] < 2^20. One block: tiles are
 // large, so there are few.
 constexpr int kScanBlock = 1024;
+template <int kThreads = kScanBlock>
 GZ_DEVICE int64_t scan_counts(const uint32_t* counts, int64_t tiles, int64_t* offsets) {
   constexpr int kEach = 4;  // counts of a thread: most of the time goes to the sums over threads
   __shared__ uint32_t partial[kLanes];
   int64_t carry = 0;
-  for (int64_t first = 0; first < tiles; first += kEach * kScanBlock) {
+  for (int64_t first = 0; first < tiles; first += kEach * kThreads) {
     const int64_t tile = first + kEach * int(threadIdx.x);
     uint32_t count[kEach], own = 0, sum;
 #pragma unroll

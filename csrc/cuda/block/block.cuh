@@ -102,13 +102,13 @@ GZ_DEVICE bool last_block(uint32_t* ticket, unsigned blocks = gridDim.x) {
   return last;
 }
 
-// f(x[i]) once for each i < n, distributed over the grid: 16 bytes per load, four loads in flight.
+// f(x[i]) once for each i < n, distributed over `stride` threads: 16 bytes per load, four loads in flight.
 template <class F>
-GZ_DEVICE void for_each(const float* x, int64_t n, F f) {
-  const int64_t misaligned = int64_t(reinterpret_cast<uintptr_t>(x) % 16) / 4, thread = grid_thread();
+GZ_DEVICE void for_each(const float* x, int64_t n, int64_t thread, int64_t stride, F f) {
+  const int64_t misaligned = int64_t(reinterpret_cast<uintptr_t>(x) % 16) / 4;
   const int64_t head = misaligned && n > 4 - misaligned ? 4 - misaligned : misaligned ? n : 0;
   const float4* wide = reinterpret_cast<const float4*>(x + head);
-  const int64_t count = (n - head) / 4, stride = grid_threads(), tail = head + 4 * count;
+  const int64_t count = (n - head) / 4, tail = head + 4 * count;
   int64_t i = thread;
   for (; i + 3 * stride < count; i += 4 * stride) {
     const float4 v[4] = {__ldg(wide + i), __ldg(wide + i + stride), __ldg(wide + i + 2 * stride),
@@ -122,6 +122,12 @@ GZ_DEVICE void for_each(const float* x, int64_t n, F f) {
   }
   if (thread < head) f(x[thread]);
   if (thread < n - tail) f(x[tail + thread]);
+}
+
+// The same over the grid, along x.
+template <class F>
+GZ_DEVICE void for_each(const float* x, int64_t n, F f) {
+  for_each(x, n, grid_thread(), grid_threads(), f);
 }
 
 }  // namespace gradzip::cuda

@@ -3,7 +3,9 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -52,6 +54,12 @@ inline dim3 grid_of(unsigned x, unsigned y = 1) {
   grid.x = x;
   grid.y = y;
   return grid;
+}
+
+// The blocks along x for `pieces` of work of each of `count` vectors that share a launch: those of all run at a time.
+inline unsigned grid_for_each(int64_t count, int64_t pieces, int blocks_per_multiprocessor = 8) {
+  const int64_t most = grid_for(std::numeric_limits<int64_t>::max(), blocks_per_multiprocessor);
+  return grid_for(std::min(pieces, ceil_div(most, std::max<int64_t>(count, 1))), blocks_per_multiprocessor);
 }
 
 inline void clear(void* memory, int64_t nbytes, cudaStream_t stream) {

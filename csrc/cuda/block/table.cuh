@@ -18,6 +18,23 @@ static_assert(sizeof(UploadBatch) < 4000, "it fits the 4 KB that a kernel may ha
   for (int i = int(threadIdx.x); i < count; i += kBlock) to[i] = batch.words[i];
 }
 
+// What one launch takes as its argument: blocks with the same y work on one entry.
+constexpr int kMostVectors = 16;
+template <class Entry>
+struct Batch {
+  static_assert(kMostVectors * sizeof(Entry) < 4000, "it fits the 4 KB that a kernel may have");
+  Entry of[kMostVectors];
+};
+
+// This block's entry in shared memory, to save registers.
+template <class Entry>
+GZ_DEVICE const Entry& shared_entry(const Batch<Entry>& batch) {
+  __shared__ Entry entry;
+  if (threadIdx.x == 0) entry = batch.of[blockIdx.y];
+  __syncthreads();
+  return entry;
+}
+
 // A sum, the index of its first term, and its first block.
 struct WeightedSumEntry {
   WeightedSum sum;

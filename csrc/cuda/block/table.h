@@ -29,6 +29,17 @@ T* upload(Arena& arena, const std::vector<T>& table, cudaStream_t stream) {
   return at;
 }
 
+// f(batch, number of its entries) for all entries, in order.
+template <class Entry, class F>
+void for_each_batch(const std::vector<Entry>& entries, F f) {
+  for (size_t first = 0; first < entries.size(); first += kMostVectors) {
+    Batch<Entry> batch{};
+    const size_t some = std::min(entries.size() - first, size_t(kMostVectors));
+    std::copy_n(entries.begin() + first, some, batch.of);
+    f(batch, unsigned(some));
+  }
+}
+
 // Launches a decoder on weighted sums: function(entries, count, terms, more...), with a block for each `tile` elements.
 template <class Term, class... P, class... A>
 int64_t launch_sums(void* workspace, const WeightedSum* table, int64_t count, const Term* terms, int64_t tile,

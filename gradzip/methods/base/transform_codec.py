@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 import struct
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -26,6 +28,8 @@ from .schedule import Theta, check_theta, theta_at
 # k; the transform's lengths less one; bytes of padding. The header's other 8 bytes hold the range float.
 _FIELDS = struct.Struct("<I3sB")
 _ROW = np.dtype([("k", "<u4"), ("axes", "S3"), ("padding", "u1"), ("number", "V8")])  # the same for NumPy
+
+_ALIGN = 64  # elements, of vectors in the workspace
 
 _bitmap_capacity = functools.lru_cache(maxsize=256)(ops.bitmap_code_capacity)
 _scratch_numel = functools.lru_cache(maxsize=256)(ops.transform_scratch_numel)
@@ -79,7 +83,7 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
         self.check("rounding", self.rounding in ("nearest", "stochastic"), "'nearest' or 'stochastic'")
         self._range = self._limits()
         self._plans: dict[Any, _Plan] = {}  # by shape, to encode; by axes and number of elements, to decode
-        self._clamped: dict[torch.device, int | Tensor] = {}  # on CUDA, a 0-dim tensor
+        self._clamped: dict[torch.device, Tensor] = {}  # counts, to which kernels add, also in captured steps
 
     @property
     def clamped(self) -> int:
@@ -94,12 +98,12 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
     def transform_with_lengths(self, lengths: tuple[int, ...]) -> ops.Transform | None:
         """The transform with axes of these lengths, which a payload claims; None if there is none."""
 
-    def signal(self, grad: Tensor) -> Tensor:
-        """The input of the transform for a gradient (contiguous float32): flat float32 of `signal_numel` elements."""
-        return grad.reshape(-1)
+    def signals(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs of the transform for gradients (contiguous float32): flat float32 of `signal_numel` elements."""
+        return [grad.reshape(-1) for grad in grads]
 
     def signal_numel(self, numel: int) -> int:
-        """The size of `signal` for a gradient of `numel` elements."""
+        """The size of the signal for a gradient of `numel` elements."""
         return numel
 
     def _plan(self, key: Any, transform: ops.Transform, numel: int) -> _Plan:
@@ -122,35 +126,56 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
         return _FIELDS.pack(k, plan.axes, 0) + bytes(8)
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
-        plan, k = self._plan_and_k(grad.shape, key)
-        transform, count = plan.transform, plan.groups
-        if k >= 1 << 32:
+        return self.encode_lists([[grad]], [key])[0]
+
+    def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
+        grads = [grad for (grad,) in lists]
+        plans, ks = zip(*map(self._plan_and_k, map(attrgetter("shape"), grads), keys))
+        if max(ks) >= 1 << 32:
             raise ValueError(
-                f"{type(self).__name__}: got {k} coefficients to send, expected less than 2^32: give a larger theta"
+                f"{type(self).__name__}: got {max(ks)} coefficients to send, expected less than 2^32: give a larger "
+                "theta"
             )
-        x, empty = self.signal(grad), self.workspace.empty
-        bitmap = empty("bitmap", (-(-count // 8),), torch.uint8, x.device)
-        values = empty("values", (k * transform.group,), torch.float32, x.device)
-        candidates = _scratch_numel(plan.numel, transform, k, x.device)
-        scratch = empty("candidates", (candidates,), torch.float32, x.device)
-        groups.transform_select(x, transform.code, k, bitmap, values, scratch)
-        codes_end = ops.packed_nbytes(values.numel(), self.bits)
+        xs, transform = self.signals(grads), plans[0].transform  # partitions of a group have one transform
+        device, counts, segments = xs[0].device, [plan.groups for plan in plans], [plan.segment for plan in plans]
+        bitmaps = self._cut("bitmaps", [-(-count // 8) for count in counts], torch.uint8, device)
+        values = self._cut("values", [k * transform.group for k in ks], torch.float32, device)
+        room = [_scratch_numel(plan.numel, transform, k, device) for plan, k in zip(plans, ks)]
+        scratch = self._cut("candidates", room, torch.float32, device)
+        groups.transform_select(xs, transform.code, ks, bitmaps, values, scratch)
+        codes_ends = [ops.packed_nbytes(k * transform.group, self.bits) for k in ks]
         # On a device, room for the longest stream, so that nothing waits to learn its length.
-        end = codes_end + _bitmap_capacity(count, plan.segment, k if x.is_cuda else None)
-        payload = ops.new_payload(end + -end % ops.PAYLOAD_ALIGN, grad.device)  # `seal` writes the padding
-        body = payload[ops.HEADER_NBYTES :]
-        nbytes = groups.bitmap_code_write(bitmap, count, plan.segment, body[codes_end:end])
-        number = groups.range_float_fit(values, self.bits, self.mantissa, self._range)
-        noise = key.bits if self.rounding == "stochastic" else None
-        clamped = groups.range_float_encode(values, number, self.bits, noise, body[:codes_end])
-        self._clamped.setdefault(x.device, 0)
-        self._clamped[x.device] += clamped  # on CUDA in place, as replays of a captured step do
-        stream = ops.Stream(codes_end, nbytes, padding_at=_FIELDS.size - 1)
+        most = ks if device.type == "cuda" else itertools.repeat(None)
+        ends = list(map(operator.add, codes_ends, map(_bitmap_capacity, counts, segments, most)))
+        payloads, begin = ops.new_payloads(ends, device, streams=True), ops.HEADER_NBYTES
+        outs = [payload[begin + at : begin + end] for payload, at, end in zip(payloads, codes_ends, ends)]
+        nbytes = groups.bitmap_code_write(bitmaps, counts, segments, outs)
+        numbers = groups.range_float_fit(values, self.bits, self.mantissa, self._range)
+        noise = [key.bits for key in keys] if self.rounding == "stochastic" else None
+        if (clamped := self._clamped.get(device)) is None:
+            clamped = self._clamped[device] = torch.zeros((), dtype=torch.int64, device=device)
+        codes = [payload[begin : begin + end] for payload, end in zip(payloads, codes_ends)]
+        groups.range_float_encode(values, numbers, self.bits, noise, codes, clamped)
         # Check the kept coefficients, which include those that are not finite: a transform may overflow even if the
         # gradient is finite.
-        magnitudes = ops.abs_max_tensor(values)
-        fields = _FIELDS.pack(k, plan.axes, 0)
-        return self.seal(ops.Seal(payload, grad.numel(), fields, 0, magnitudes, number, stream=stream))
+        magnitudes = ops.abs_max_all(values)
+        seals = [
+            ops.Seal(
+                payload, grad.numel(), _FIELDS.pack(k, plan.axes, 0), 0, magnitude, number,
+                stream=ops.Stream(codes_end, written, padding_at=_FIELDS.size - 1),
+            )
+            for payload, grad, k, plan, magnitude, number, codes_end, written
+            in zip(payloads, grads, ks, plans, magnitudes, numbers, codes_ends, nbytes)
+        ]  # fmt: skip
+        return ops.seal_payloads(seals, method=self.number, digest=self.digest)
+
+    def _cut(self, name: str, numels: Sequence[int], dtype: torch.dtype, device: torch.device) -> Sequence[Tensor]:
+        """Memory of the workspace for several vectors."""
+        if len(numels) == 1:
+            return [self.workspace.empty(name, (numels[0],), dtype, device)]
+        starts = [*itertools.accumulate([-(-numel // _ALIGN) * _ALIGN for numel in numels], initial=0)]
+        flat = self.workspace.empty(name, (starts[-1],), dtype, device)
+        return [flat[start : start + numel] for start, numel in zip(starts, numels)]
 
     def _limits(self) -> tuple[float, float] | None:
         """The fixed range, in float32, or None. Raises ValueError."""
@@ -213,34 +238,45 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
         payloads = [payload for coded in sums for payload in coded.payloads]
         parts = self.parse(payloads, [coded.outs[0].numel() for coded in sums])
-        ends = list(zip(parts.bodies, parts.codes_end.tolist()))
-        streams, packed = groups.addresses([b[e:] for b, e in ends]), groups.addresses([b[:e] for b, e in ends])
-        each = len(sums[0].payloads)
-        for i, (((out,), _, weight, add), plan) in enumerate(zip(sums, parts.plans)):
-            of = slice(i * each, (i + 1) * each)
-            k, nbytes = parts.k[of], parts.stream_nbytes[of]
-            bitmaps, corrupt = groups.bitmap_code_decode(streams[of], nbytes, k, plan.groups, plan.segment, out)
-            if corrupt:
-                got = f"{nbytes[corrupt - 1]} bytes that are not a bitmap of {plan.groups} elements"
-                raise ops.PayloadError(f"corrupt bitmap: got {got} with {k[corrupt - 1]} set", corrupt - 1)
-            begins = bitmaps.data_ptr() + bitmaps.shape[1] * np.arange(each)
-            codes = begins, packed[of], parts.codes_end[of], k
-            if parts.formats is not None:
-                table = groups.transform_parts(*codes, parts.formats[of])
-            else:  # in the header, which ends where the codes begin
-                table = groups.transform_parts(*codes, self.bits, packed[of] - np.uint64(8))
-            self.inverse(table, plan.transform, out.view(-1), weight, add)
+        alike: dict[int, list[int]] = {}  # the sums of each transform
+        for i, plan in enumerate(parts.plans):
+            alike.setdefault(plan.transform.code, []).append(i)
+        for numbers in alike.values():
+            self._sum_alike(sums, parts, numbers)
+
+    def _sum_alike(self, sums: Sequence[CodedSum], parts: CodedParts, numbers: Sequence[int]) -> None:
+        """`sum_all` of the sums of these numbers, which have one transform."""
+        each, weight, add = len(sums[0].payloads), sums[0].weight, sums[0].add
+        of = np.add.outer(each * np.array(numbers), np.arange(each)).reshape(-1)  # the numbers of their payloads
+        plans, outs = [parts.plans[i] for i in numbers], [sums[i].outs[0].view(-1) for i in numbers]
+        k, nbytes, codes_end = parts.k[of], parts.stream_nbytes[of], parts.codes_end[of]
+        packed = groups.addresses([parts.bodies[i] for i in of])
+        counts, segments = np.array([plan[3:] for plan in plans]).repeat(each, axis=0).T
+        begins, bitmaps, corrupt = groups.bitmap_code_decode(
+            packed + codes_end.astype(np.uint64), nbytes, k, counts, segments, outs[0]
+        )
+        if corrupt:
+            i = corrupt - 1
+            got = f"got {nbytes[i]} bytes that are not a bitmap of {counts[i]} elements with {k[i]} set"
+            raise ops.PayloadError(f"corrupt bitmap: {got}", int(of[i]))
+        codes = begins, packed, codes_end, k
+        if parts.formats is not None:
+            table = groups.transform_parts(*codes, parts.formats[of])
+        else:  # in the header, which ends where the codes begin
+            table = groups.transform_parts(*codes, self.bits, packed - np.uint64(8))
+        self.inverse(table, plans[0].transform, outs, weight, add)
+        del bitmaps  # the table has their addresses
 
     def inverse(
-        self, parts: np.ndarray, transform: ops.Transform, out: Tensor, weight: float, add: bool = False
+        self, parts: np.ndarray, transform: ops.Transform, outs: Sequence[Tensor], weight: float, add: bool
     ) -> None:
-        """Write weight * the inverse transform of the sum of the parts to `out`, or add it.
+        """Write weight * the inverse transform of the sum of equally many parts to each of `outs`, or add it.
 
-        parts: a table of `groups.transform_parts`.
+        parts: a table of `groups.transform_parts`. outs: flat.
         """
         # Cannot fail: `bitmap_code_decode` has checked that a bitmap has as many bits set as its part coefficients. On
         # CUDA it has not: `out` becomes NaN if one has another number.
-        groups.transform_decode(parts, transform.code, out, weight, add)
+        groups.transform_decode(parts, transform.code, outs, weight, add)
 
 
 def _lengths(axes: bytes) -> tuple[int, ...]:
