@@ -188,7 +188,7 @@ class ReduceScatter:
             engine = self._connections.engine(group, input_tensor.device)
             chunks = self._connections.node_chunks(group)
             if chunks is not None and chunks.nodes == 1:
-                self.traffic.count(input_tensor.nbytes, "node")
+                self.traffic.count(input_tensor.nbytes, engine.wire_shares[AllToAll], "node")
                 dist.reduce_scatter_single(output_tensor, input_tensor, op, group)
             else:
                 shards, summands = input_tensor.view(engine.size, -1).float(), 1
