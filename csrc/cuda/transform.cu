@@ -68,7 +68,7 @@ int64_t transform_select(void* workspace, const float* x, int64_t n, uint32_t co
   s.amax = amax;
   if (!workspace) return arena.nbytes();
   clear(s.state, sizeof *s.state, stream);
-  if (s.t.group == 2) abs_max(x, n, amax, stream);
+  if (s.t.group == 2) abs_max(x, int(Dtype::float32), n, amax, stream);
   with_tile(code, [&](auto kind) {
     using T = typename decltype(kind)::Tile;
     launch(stream, tile_grid<T>(s.t), T::kThreads, kernel<transform_rank_kernel<T>>, s, x);
