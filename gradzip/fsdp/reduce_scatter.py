@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -97,7 +98,9 @@ class ReduceScatter:
             raise ValueError(f"reduce_scatter: {got}, expected AVG or SUM: {divides}")
         with no_autocast(input_tensor.device):
             engine = self._connections.engine(group, input_tensor.device)
-            shards = input_tensor.view(engine.size, -1).float()
+            shards = input_tensor.view(engine.size, -1)
+            if shards.dtype not in ops.HALF:
+                shards = shards.float()
             nbytes = self._codec.nbytes(shards.shape[1])
             payloads = torch.empty((engine.size, nbytes), dtype=torch.uint8, device=shards.device)
             names = (f"reduce_scatter[{i}]" for i in range(engine.size))
@@ -106,7 +109,8 @@ class ReduceScatter:
             self._calls += 1
             sent = AllToAll(payloads.view(-1), (nbytes,) * engine.size, same_length=True)
             received = engine.run(sent, "reduce_scatter")
-            total = output_tensor if output_tensor.dtype == torch.float32 else output_tensor.float()
+            written = (torch.float32, *(ops.HALF if engine.size <= ops.MOST_HALF_TERMS else ()))
+            total = output_tensor if output_tensor.dtype in written else output_tensor.float()
             self._codec.decode_sum(received, total, 1.0 if op == dist.ReduceOp.SUM else 1.0 / engine.size)
             if total is not output_tensor:
                 output_tensor.copy_(total)
@@ -128,11 +132,11 @@ class _Codec(ABC):
 
     @abstractmethod
     def encode_all(self, shards: Tensor, keys: list[Key], payloads: Tensor) -> None:
-        """Encode the rows of `shards` (float32), each with its key, to those of `payloads` (uint8)."""
+        """Encode the rows of `shards` (float32, or 16-bit floats), each with its key, to those of `payloads` (uint8)."""
 
     @abstractmethod
     def decode_sum(self, payloads: list[Tensor], out: Tensor, weight: float) -> None:
-        """Write weight * the sum of decoded payloads, added in order, to `out` (float32, flat).
+        """Write weight * the sum of decoded payloads, added in order, to `out` (flat; float32, or 16-bit floats for few payloads).
 
         If an element of a gradient was not finite, neither is the sum of its block.
         """
@@ -163,7 +167,7 @@ class _QSGD(_Codec):
         method, bits = self.method, [key.bits for key in keys]
         _, norms = ops.quantize_packed_all(shards, method.bits, method.bucket, method.norm, bits, payloads)
         payloads[:, self._ends(shards.shape[1])[1] :].zero_()
-        largest = torch.cat(ops.abs_max_all(list(shards)))
+        largest = torch.linalg.vector_norm(shards, math.inf, dim=1, dtype=torch.float32)
         norms.add_(largest[:, None] * 0.0)  # NaN if an element is not finite, which levels do not show
 
     def decode_sum(self, payloads: list[Tensor], out: Tensor, weight: float) -> None:
