@@ -13,6 +13,9 @@
 //   int32_t* failed    set to 1 if the input is invalid or corrupt, unchanged otherwise. On CUDA it may be null
 //   int64_t* count, found, nbytes, outside    as documented with each kernel
 //
+// const void* x, void* out: an array of float32, or of the 16-bit floats that `int dtype` numbers (common/dtype.h). These
+// are computed with as if they were converted to float32, and written as if float32 results were, rounded once.
+//
 // const int64_t* replays: unless it is null, a number that makes other keys of all random keys of a call (replay_key in
 // common/philox.h). Kernels without it are not used in steps that are captured as CUDA graphs.
 //
@@ -20,6 +23,7 @@
 // also write NaN: a non-finite average makes every rank skip the step.
 
 #include "common/bitmap_code.h"
+#include "common/dtype.h"
 #include "common/index_code.h"
 #include "common/low_rank.h"
 #include "common/one_bit.h"
@@ -39,7 +43,7 @@
 
 // --- abs_max
 // *most = max |x|: 0 if n is 0, NaN if any x is NaN. One read of x.
-KERNEL(abs_max, const float* x, int64_t n, float* most);
+KERNEL(abs_max, const void* x, int dtype, int64_t n, float* most);
 // The same for each column of each matrix: most has room for the columns of all, one matrix after the other.
 KERNEL(abs_max_columns, const Matrix* matrices, int64_t count, float* most);
 
@@ -180,7 +184,7 @@ KERNEL(bernoulli, const float* p, int64_t n, uint64_t key, uint8_t* bitmap);
 
 // --- bucket_norms
 // norms[b] = the norm (0: l2, 1: max, 2: l1) of x[b * bucket, (b + 1) * bucket). The last bucket may be shorter.
-KERNEL_WITH_WORKSPACE(bucket_norms, const float* x, int64_t n, int64_t bucket, int norm, float* norms);
+KERNEL_WITH_WORKSPACE(bucket_norms, const void* x, int dtype, int64_t n, int64_t bucket, int norm, float* norms);
 
 // --- quantize
 // QSGD: the norm (0: l2, 1: max) of each bucket of `bucket` elements (the last one may be shorter) and, per element, a
@@ -192,8 +196,9 @@ KERNEL_WITH_WORKSPACE(quantize, const float* x, int64_t n, int bits, int64_t buc
 // each of several rows of n elements, of which `keys` lists the keys, in host memory on every device. The results of
 // the next row are `stride` bytes further on, a multiple of 4, in both arrays.
 // On CUDA: A launch takes kKeysBatch rows. Norms of buckets that are longer than a tile take launches of their own.
-KERNEL_WITH_WORKSPACE(quantize_packed, const float* x, int64_t rows, int64_t n, int bits, int64_t bucket, int norm,
-                      const uint64_t* keys, const int64_t* replays, int64_t stride, uint8_t* packed, float* norms);
+KERNEL_WITH_WORKSPACE(quantize_packed, const void* x, int dtype, int64_t rows, int64_t n, int bits, int64_t bucket,
+                      int norm, const uint64_t* keys, const int64_t* replays, int64_t stride, uint8_t* packed,
+                      float* norms);
 // x[i] = level / s * norm. *failed: a level is beyond s. x is written nevertheless.
 KERNEL(quantize_decode, const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,
        int32_t* failed);
@@ -201,21 +206,23 @@ KERNEL(quantize_decode, const int32_t* codes, const float* norms, int64_t n, int
 // `add`. The terms are in host memory on every device. *failed: 1 + the index of the first term with a norm that is
 // negative or not finite.
 // On CUDA: *failed is 1 on failure, and the elements of the invalid buckets become NaN. A launch takes kTermsBatch
-// terms.
+// terms. More of them are added to `out`, as with `add`, which is float32 then.
 KERNEL(quantize_decode_sum, const QuantizedTerm* terms, int64_t count, int64_t n, int bits, int64_t bucket,
-       float weight, bool add, float* out, int32_t* failed);
+       float weight, bool add, void* out, int dtype, int32_t* failed);
 
 // --- natural
 // Natural compression: the sign and the exponent of each x, or with the probability of x's mantissa (draw i of the key)
 // the next exponent, as a bit stream of ceil(9 n / 8) bytes. Unless it is null, *most = max |x|, as by abs_max. One
 // read of x.
-// On CUDA: *failed is 1 on failure. A launch takes kNaturalBatch payloads.
-KERNEL(natural_encode, const float* x, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed, float* most);
+// On CUDA: *failed is 1 on failure. A launch takes kNaturalBatch payloads. More of them are added to `out`, as with
+// `add`, which is float32 then.
+KERNEL(natural_encode, const void* x, int dtype, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed,
+       float* most);
 // out = the sum of weight * the powers of two of the payloads, in order, with a rounding after each; or out += each, if
 // `add`. The table is in host memory on every device. *failed: 1 + the index of the first payload with an exponent of
 // infinity, whose elements become infinite or NaN.
-KERNEL(natural_decode_sum, const uint8_t* const* payloads, int64_t count, int64_t n, float weight, bool add, float* out,
-       int32_t* failed);
+KERNEL(natural_decode_sum, const uint8_t* const* payloads, int64_t count, int64_t n, float weight, bool add, void* out,
+       int dtype, int32_t* failed);
 
 // --- ternary
 // Tables are in host memory on every device.
@@ -235,17 +242,18 @@ KERNEL_WITH_WORKSPACE(ternary_decode_add, const WeightedSum* table, int64_t coun
 // Block-scaled integers of 2, 4 or 8 bits (common/block_float.h), one read of x. block is a multiple of 32, 4096 at
 // most. For each of several rows of n elements, consecutive in all arrays, a payload: the records of `blocks` blocks,
 // of which the first hold the n elements and the others nothing. Encodes x + residual if residual is not null, and
-// writes what the payload lacks of it to `error`, which may be x; it may be null if residual is. keys: of the rows, in
+// writes what the payload lacks of it to `error`, which may be x if that is float32; it may be null if residual is. keys: of the rows, in
 // host memory on every device, with 4 or 8 bits; draw i of a row's key rounds its element i. Null rounds to nearest. A
 // block with an element that is not finite gets a step and an `error` of NaN.
 // On CUDA: A launch takes kKeysBatch rows.
-KERNEL(block_float_encode, const float* x, const float* residual, int64_t rows, int64_t n, int64_t blocks, int bits,
-       int64_t block, const uint64_t* keys, const int64_t* replays, float* error, uint8_t* payloads);
+KERNEL(block_float_encode, const void* x, int dtype, const float* residual, int64_t rows, int64_t n, int64_t blocks,
+       int bits, int64_t block, const uint64_t* keys, const int64_t* replays, float* error, uint8_t* payloads);
 // out = start + weight * the sum of the `each` payloads of each shard, in order. Shards are blocks * block consecutive
 // elements of the n in `out`, the last ones maybe fewer. `payloads` lists all those of shard 0, then those of shard 1,
 // and is in host memory on every device. start: null for zeros; may be out. Any bytes are payloads.
+// On CUDA: A launch takes kTableSize payloads of a shard. More of them are added to `out`, which is float32 then.
 KERNEL(block_float_decode, const uint8_t* const* payloads, int64_t shards, int64_t each, int64_t blocks, int64_t n,
-       int bits, int64_t block, float weight, const float* start, float* out);
+       int bits, int64_t block, float weight, const float* start, void* out, int dtype);
 
 // --- signs
 // Tables are in host memory on every device. One bit per sign, by the rule of write_signs in sign_bits.h. Unless it is

@@ -20,6 +20,21 @@ GZ_INLINE uint32_t abs_max_bits_body(const float* x, int64_t n) {
 }
 GZ_SIMD_DISPATCH(uint32_t, abs_max_bits, (const float* x, int64_t n), (x, n))
 
+// 16-bit floats order as their bits do, too.
+template <class T>
+GZ_INLINE T abs_max_half(const T* x, int64_t n) {
+  uint16_t most = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint16_t magnitude = x[i].bits & 0x7fffu;
+    most = most > magnitude ? most : magnitude;
+  }
+  return {most};
+}
+GZ_INLINE BFloat16 abs_max_bfloat16_body(const BFloat16* x, int64_t n) { return abs_max_half(x, n); }
+GZ_INLINE Float16 abs_max_float16_body(const Float16* x, int64_t n) { return abs_max_half(x, n); }
+GZ_SIMD_DISPATCH(BFloat16, abs_max_bfloat16, (const BFloat16* x, int64_t n), (x, n))
+GZ_SIMD_DISPATCH(Float16, abs_max_float16, (const Float16* x, int64_t n), (x, n))
+
 // most[l] = max |x[i]| over i % width == l.
 GZ_INLINE void fold_body(const float* x, int64_t n, int64_t width, uint32_t* most) {
   for (int64_t at = 0; at < n; at += width) {
@@ -48,11 +63,15 @@ void columns_of(const Matrix& matrix, float* most) {
 }  // namespace
 
 uint32_t abs_max_here(const float* x, int64_t n) { return abs_max_bits(x, n); }
+uint32_t abs_max_here(const BFloat16* x, int64_t n) { return float_bits(to_float(abs_max_bfloat16(x, n))); }
+uint32_t abs_max_here(const Float16* x, int64_t n) { return float_bits(to_float(abs_max_float16(x, n))); }
 
-void abs_max(const float* x, int64_t n, float* most, int threads) {
+void abs_max(const void* x, int dtype, int64_t n, float* most, int threads) {
   std::vector<uint32_t> partial(ceil_div(n, kChunk), 0);
-  parallel_chunks(n, kChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end) {
-    partial[chunk] = abs_max_bits(x + begin, end - begin);
+  typed(x, dtype, [&](auto* of) {
+    parallel_chunks(n, kChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end) {
+      partial[chunk] = abs_max_here(of + begin, end - begin);
+    });
   });
   uint32_t bits = 0;
   for (uint32_t p : partial) bits = bits > p ? bits : p;

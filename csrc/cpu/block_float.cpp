@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cpu/half.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "cpu/philox.h"
@@ -19,8 +20,9 @@ constexpr int64_t kDrawn = 1024;
 // Distance at which x is fetched: making draws takes long enough for the processor to stop doing so itself.
 constexpr int64_t kAhead = 2 * kDrawn;
 
-void fetch(const float* x, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; i += 16) __builtin_prefetch(x + i);
+template <class T>
+void fetch(const T* x, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(x + i);
 }
 
 // The bits of the largest |x|, which order as magnitudes do, with every NaN above infinity.
@@ -128,21 +130,20 @@ GZ_INLINE void values_body(const int8_t* codes, int n, float offset, float step,
 GZ_SIMD_DISPATCH(void, values, (const int8_t* codes, int n, float offset, float step, const float* start, float* out),
                  (codes, n, offset, step, start, out))
 
-}  // namespace
-
-void block_float_encode(const float* x, const float* residual, int64_t rows, int64_t n, int64_t blocks, int bits,
-                        int64_t block, const uint64_t* keys, const int64_t* replays, float* error, uint8_t* payloads,
-                        int threads) {
+template <class T>
+void encode(const T* x, const float* residual, int64_t rows, int64_t n, int64_t blocks, int bits, int64_t block,
+            const uint64_t* keys, const int64_t* replays, float* error, uint8_t* payloads, int threads) {
   const int64_t together = std::max<int64_t>(1, kDrawn / block), record = block_float_nbytes(bits, block);
   const int64_t chunk = std::max<int64_t>(1, kChunk / (together * block)) * together;
   const auto chunks = [&](int64_t) { return ceil_div(blocks, chunk); };
   parallel_table(rows, threads, chunks, [&](int64_t row, int64_t task) {
     const int64_t begin = task * chunk, end = std::min(blocks, begin + chunk);
-    const float* const own = x + row * n;
+    const T* const own = x + row * n;
     const float* const own_residual = residual ? residual + row * n : nullptr;
     const uint64_t key = keys ? replay_key(keys[row], replays) : 0;
     uint32_t words[std::max(kLargestBlock, kDrawn) / 2];
     int8_t narrow[kLargestBlock];
+    float buffer[kLargestBlock];
     for (int64_t b = begin; b < end; ++b) {
       const int64_t first = b * block;
       const int count = int(std::clamp<int64_t>(n - first, 0, block));
@@ -152,7 +153,7 @@ void block_float_encode(const float* x, const float* residual, int64_t rows, int
         if (residual) fetch(own_residual, ahead, stop);
         if (keys) philox_words(key, uint64_t(first) / 2, int(std::min(together, end - b) * block / 2), words);
       }
-      const float* from = own + first;
+      const float* from = as_floats(own + first, count, buffer);
       float* left = error ? error + row * n + first : nullptr;
       uint32_t most;
       if (residual) {
@@ -179,17 +180,20 @@ void block_float_encode(const float* x, const float* residual, int64_t rows, int
   });
 }
 
-void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_t blocks, int64_t n,
-                        int bits, int64_t block, float weight, const float* start, float* out, int threads) {
+template <class T>
+void decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_t blocks, int64_t n, int bits,
+            int64_t block, float weight, const float* start, T* out, int threads) {
   const int64_t record = block_float_nbytes(bits, block);
   parallel_chunks(shards * blocks, std::max<int64_t>(1, kChunk / block), threads,
                   [&](int64_t, int64_t begin, int64_t end) {
                     int8_t narrow[kLargestBlock];
+                    float buffer[kLargestBlock];
                     for (int64_t b = begin; b < end; ++b) {
                       const int64_t first = b * block, shard = b / blocks, at = (b - shard * blocks) * record;
                       const int count = int(std::clamp<int64_t>(n - first, 0, block));
                       if (count == 0) break;
                       const float* from = start ? start + first : nullptr;
+                      float* const sum = room_for(out + first, buffer);
                       for (int64_t i = 0; i < each; ++i) {
                         const uint8_t* coded = payloads[shard * each + i] + at;
                         float step;
@@ -198,11 +202,29 @@ void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t 
                         if (bits == 4) unpack_nibbles(coded, int(block), narrow);
                         if (bits == 2) unpack_pairs(coded, int(block), narrow);
                         values(bits == 8 ? reinterpret_cast<const int8_t*>(coded) : narrow, count,
-                               block_float_offset(bits), weight * step, from, out + first);
-                        from = out + first;
+                               block_float_offset(bits), weight * step, from, sum);
+                        from = sum;
                       }
+                      write(sum, count, out + first);
                     }
                   });
+}
+
+}  // namespace
+
+void block_float_encode(const void* x, int dtype, const float* residual, int64_t rows, int64_t n, int64_t blocks,
+                        int bits, int64_t block, const uint64_t* keys, const int64_t* replays, float* error,
+                        uint8_t* payloads, int threads) {
+  typed(x, dtype, [&](auto* of) {
+    encode(of, residual, rows, n, blocks, bits, block, keys, replays, error, payloads, threads);
+  });
+}
+
+void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_t blocks, int64_t n,
+                        int bits, int64_t block, float weight, const float* start, void* out, int dtype, int threads) {
+  typed(out, dtype, [&](auto* to) {
+    decode(payloads, shards, each, blocks, n, bits, block, weight, start, to, threads);
+  });
 }
 
 }  // namespace gradzip::cpu

@@ -84,18 +84,10 @@ double norm_combine(double total, double part, Norm norm) {
 
 float norm_finish(double total, Norm norm) { return norm_value(norm == Norm::l2 ? std::sqrt(total) : total); }
 
-void bucket_norms_here(const float* x, int64_t n, int64_t bucket, Norm norm, float* norms) {
-  for (int64_t begin = 0; begin < n; begin += bucket) {
-    const int64_t end = std::min(n, begin + bucket);
-    double total = 0.0;
-    for (int64_t i = begin; i < end; i += kSumSegment)
-      total = norm_combine(total, norm_part(x + i, std::min(kSumSegment, end - i), norm), norm);
-    *norms++ = norm_finish(total, norm);
-  }
-}
+namespace {
 
-void bucket_norms(const float* x, int64_t n, int64_t bucket, int kind, float* norms, int threads) {
-  const Norm norm = Norm(kind);
+template <class T>
+void all_norms(const T* x, int64_t n, int64_t bucket, Norm norm, float* norms, int threads) {
   if (bucket <= kChunk) {
     const int64_t together = std::max<int64_t>(1, kChunk / bucket) * bucket;
     parallel_chunks(n, together, threads, [&](int64_t, int64_t begin, int64_t end) {
@@ -108,13 +100,20 @@ void bucket_norms(const float* x, int64_t n, int64_t bucket, int kind, float* no
   parallel_for(int64_t(parts.size()), threads, [&](int64_t task) {
     const int64_t first = task / segments * bucket, begin = first + task % segments * kSumSegment;
     const int64_t end = std::min({n, first + bucket, begin + kSumSegment});
-    if (begin < end) parts[task] = norm_part(x + begin, end - begin, norm);
+    float buffer[kSumSegment];
+    if (begin < end) parts[task] = norm_part(as_floats(x + begin, end - begin, buffer), end - begin, norm);
   });
   for (size_t b = 0; b * segments < parts.size(); ++b) {
     double total = 0.0;
     for (int64_t s = 0; s < segments; ++s) total = norm_combine(total, parts[b * segments + s], norm);
     norms[b] = norm_finish(total, norm);
   }
+}
+
+}  // namespace
+
+void bucket_norms(const void* x, int dtype, int64_t n, int64_t bucket, int norm, float* norms, int threads) {
+  typed(x, dtype, [&](auto* of) { all_norms(of, n, bucket, Norm(norm), norms, threads); });
 }
 
 }  // namespace gradzip::cpu

@@ -226,7 +226,7 @@ Sample sample(const Transform& t, const float* x, int64_t k, double room) {
     keys = std::move(coefficients);
   } else {
     float most = 0.0f;
-    abs_max(coefficients.data(), groups * 2, &most, 1);
+    abs_max(coefficients.data(), int(Dtype::float32), groups * 2, &most, 1);
     if (!(most > 0.0f && most <= bits_float(kMaxFiniteBits))) return {1.0f, 0};
     scale = unit_scale(most);
     keys.resize(size_t(groups));
@@ -304,7 +304,7 @@ void select_coefficients(const Transform& t, const float* x, int64_t k, float* s
       // The scale makes no difference unless energies are infinite or subnormal, by this scale or that of all of x, whose
       // largest magnitude is at most sqrt(length * most).
       float most = 0.0f;
-      abs_max(found.of[0], found.total, &most, threads);
+      abs_max(found.of[0], int(Dtype::float32), found.total, &most, threads);
       in_range = most < 0x1p100f && selection.threshold > most * 0x1p-88f;
       if (!in_range) return false;
     }
@@ -318,7 +318,7 @@ void select_coefficients(const Transform& t, const float* x, int64_t k, float* s
     }
   float scale = 1.0f;
   if (t.group == 2) {
-    abs_max(x, t.n, &scale, threads);
+    abs_max(x, int(Dtype::float32), t.n, &scale, threads);
     scale = unit_scale(scale);
   }
   // Every group is a candidate.

@@ -407,8 +407,8 @@ void elias_decode(const uint8_t* stream, int64_t nbytes, int64_t n, int32_t top,
 void elias_quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, uint8_t* out,
                     int64_t capacity, float* norms, int64_t* nbytes, int threads) {
   const bool nested = kEliasChunk % bucket == 0;  // a chunk's norms can be computed with it
-  if (!nested) bucket_norms(x, n, bucket, norm, norms, threads);
-  const Quantizer quantizer{x, n, norms, bucket, bits, key};
+  if (!nested) bucket_norms(x, int(Dtype::float32), n, bucket, norm, norms, threads);
+  const Quantizer<float> quantizer{x, n, norms, bucket, bits, key};
   *nbytes = elias_write(n, bits, out, capacity, threads, [&](int64_t begin, int64_t end, int32_t* levels) {
     if (nested) bucket_norms_here(x + begin, end - begin, bucket, Norm(norm), norms + begin / bucket);
     quantize_levels(quantizer, begin, end, levels);

@@ -7,6 +7,7 @@
 
 #include "cpu/abs_max.h"
 #include "cpu/bit_stream.h"
+#include "cpu/half.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "cpu/philox.h"
@@ -58,10 +59,8 @@ void lower(std::atomic<int64_t>* number, int64_t to) {
   while (to < seen && !number->compare_exchange_weak(seen, to)) continue;
 }
 
-}  // namespace
-
-void natural_encode(const float* x, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed, float* most,
-                    int threads) {
+template <class T>
+void encode(const T* x, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed, float* most, int threads) {
   key = replay_key(key, replays);
   std::vector<uint32_t> largest(size_t(ceil_div(n, kChunk)), 0);
   parallel_chunks(n, kChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end) {
@@ -69,26 +68,43 @@ void natural_encode(const float* x, int64_t n, uint64_t key, const int64_t* repl
     for (int64_t i = begin; i < end; i += kBitBlock) {
       const int count = int(std::min<int64_t>(end - i, kBitBlock));
       uint32_t random[kBitBlock], codes[kBitBlock];
+      float buffer[kBitBlock];
       philox_words(key, uint64_t(i), count, random);
-      natural_codes(x + i, random, count, codes);
+      natural_codes(as_floats(x + i, count, buffer), random, count, codes);
       pack_block(codes, count, kNaturalBits, packed + i / 8 * kNaturalBits);
     }
   });
   if (most) *most = bits_float(n ? *std::max_element(largest.begin(), largest.end()) : 0u);
 }
 
-void natural_decode_sum(const uint8_t* const* payloads, int64_t count, int64_t n, float weight, bool add, float* out,
-                        int32_t* failed, int threads) {
+template <class T>
+void decode_sum(const uint8_t* const* payloads, int64_t count, int64_t n, float weight, bool add, T* out,
+                int32_t* failed, int threads) {
   std::atomic<int64_t> first_invalid{count};
   parallel_chunks(n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
+    float buffer[kSumBlock];
     for (int64_t i = begin; i < end; i += kSumBlock) {
-      const int64_t stop = std::min(end, i + kSumBlock);
-      if (!add) std::fill(out + i, out + stop, 0.0f);
+      const int64_t many = std::min(end - i, kSumBlock);
+      float* const sum = room_for(out + i, buffer);
+      if (!add) std::fill_n(sum, many, 0.0f);
       for (int64_t p = 0; p < count; ++p)
-        if (!add_powers(payloads[p] + i / 8 * kNaturalBits, stop - i, weight, out + i)) lower(&first_invalid, p);
+        if (!add_powers(payloads[p] + i / 8 * kNaturalBits, many, weight, sum)) lower(&first_invalid, p);
+      write(sum, many, out + i);
     }
   });
   if (first_invalid < count) *failed = int32_t(first_invalid) + 1;
+}
+
+}  // namespace
+
+void natural_encode(const void* x, int dtype, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed,
+                    float* most, int threads) {
+  typed(x, dtype, [&](auto* of) { encode(of, n, key, replays, packed, most, threads); });
+}
+
+void natural_decode_sum(const uint8_t* const* payloads, int64_t count, int64_t n, float weight, bool add, void* out,
+                        int dtype, int32_t* failed, int threads) {
+  typed(out, dtype, [&](auto* to) { decode_sum(payloads, count, n, weight, add, to, failed, threads); });
 }
 
 }  // namespace gradzip::cpu

@@ -52,11 +52,11 @@ GZ_SIMD_DISPATCH(void, wide_codes, (const float* x, const uint32_t* random, int 
 
 // f(begin, end) over [0, n) in pieces that begin at a multiple of 8, once the norms of their buckets are known. The
 // norms of short buckets are computed just before, so that x is read from memory once.
-template <class F>
-void with_norms(const float* x, int64_t n, int64_t bucket, Norm norm, float* norms, int threads, F&& f) {
+template <class T, class F>
+void with_norms(const T* x, int64_t n, int64_t bucket, Norm norm, float* norms, int threads, F&& f) {
   const int64_t together = std::lcm<int64_t>(bucket, 8);
   if (bucket > kChunk || together > 4 * kChunk) {
-    bucket_norms(x, n, bucket, int(norm), norms, threads);
+    bucket_norms(x, dtype_of(x), n, bucket, int(norm), norms, threads);
     return parallel_chunks(n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) { f(begin, end); });
   }
   const int64_t piece = std::max<int64_t>(1, kAhead / together) * together;
@@ -69,23 +69,28 @@ void with_norms(const float* x, int64_t n, int64_t bucket, Norm norm, float* nor
   });
 }
 
-Bucket bucket_of(const Quantizer& q, int64_t b) {
+template <class T>
+Bucket bucket_of(const Quantizer<T>& q, int64_t b) {
   const int32_t s = top_level(q.bits);
   return {level_scale(q.norms[b], s), s, q.bits};
 }
 
 // Codes of [begin, end), at most kBitBlock elements from a multiple of 4.
-template <class Code, class Kernel>
-GZ_INLINE void quantize_block(const Quantizer& q, int64_t begin, int64_t end, Code* codes, Kernel kernel) {
-  for (int64_t i = begin + kAhead; i < std::min(end + kAhead, q.n); i += 16) __builtin_prefetch(q.x + i);
+template <class T, class Code, class Kernel>
+GZ_INLINE void quantize_block(const Quantizer<T>& q, int64_t begin, int64_t end, Code* codes, Kernel kernel) {
+  for (int64_t i = begin + kAhead; i < std::min(end + kAhead, q.n); i += 64 / int64_t(sizeof(T)))
+    __builtin_prefetch(q.x + i);
   uint32_t random[kBitBlock];
+  float buffer[kBitBlock];
+  const float* x = as_floats(q.x + begin, end - begin, buffer);
   philox_words(q.key, uint64_t(begin), int(end - begin), random);
   by_bucket(begin, end, q.bucket, [&](int64_t from, int64_t to, int64_t b) {
-    kernel(q.x + from, random + (from - begin), int(to - from), bucket_of(q, b), codes + (from - begin));
+    kernel(x + (from - begin), random + (from - begin), int(to - from), bucket_of(q, b), codes + (from - begin));
   });
 }
 
-void packed_levels(const Quantizer& q, int64_t begin, int64_t end, uint8_t* out) {
+template <class T>
+void packed_levels(const Quantizer<T>& q, int64_t begin, int64_t end, uint8_t* out) {
   for (int64_t i = begin; i < end; i += kBitBlock) {
     const int64_t stop = std::min(end, i + kBitBlock);
     uint8_t* to = out + i / 8 * q.bits;
@@ -121,7 +126,7 @@ GZ_SIMD_DISPATCH(void, add_wide, (const uint32_t* codes, int n, int bits, float 
 // Elements of `out` that stay in the L1 cache while all terms are added to them.
 constexpr int64_t kSumBlock = 1 << 12;
 
-// Adds the values of the levels of [begin, end) of n; begin is a multiple of kBitBlock.
+// Adds the values of the levels of [begin, end) of n to those of `out`; begin is a multiple of kBitBlock.
 void add_levels(const QuantizedTerm& term, int64_t n, int64_t begin, int64_t end, int bits, int64_t bucket,
                 float weight, float* out) {
   const int64_t nbytes = ceil_div(n * bits, 8);
@@ -135,9 +140,9 @@ void add_levels(const QuantizedTerm& term, int64_t n, int64_t begin, int64_t end
       for (int j = 0; j < count; ++j) wide[j] = uint32_t(read_bits(term.packed, nbytes, (i + j) * bits, bits));
     by_bucket(i, i + count, bucket, [&](int64_t from, int64_t to, int64_t b) {
       if (bits <= 8)
-        add_narrow(narrow + (from - i), int(to - from), bits, term.norms[b], weight, out + from);
+        add_narrow(narrow + (from - i), int(to - from), bits, term.norms[b], weight, out + (from - begin));
       else
-        add_wide(wide + (from - i), int(to - from), bits, term.norms[b], weight, out + from);
+        add_wide(wide + (from - i), int(to - from), bits, term.norms[b], weight, out + (from - begin));
     });
   }
 }
@@ -154,28 +159,52 @@ GZ_INLINE bool level_values_body(const int32_t* codes, int n, int32_t s, float n
 GZ_SIMD_DISPATCH(bool, level_values, (const int32_t* codes, int n, int32_t s, float norm, float* x),
                  (codes, n, s, norm, x))
 
+template <class T>
+void pack(const T* x, int64_t rows, int64_t n, int bits, int64_t bucket, int norm, const uint64_t* keys,
+          const int64_t* replays, int64_t stride, uint8_t* packed, float* norms, int threads) {
+  const auto size = [n](int64_t) { return n; };
+  parallel_pieces(rows, threads, size, [&](int64_t row, int threads_of_row) {
+    float* own_norms = norms + row * stride / 4;
+    const Quantizer<T> quantizer{x + row * n, n, own_norms, bucket, bits, replay_key(keys[row], replays)};
+    with_norms(quantizer.x, n, bucket, Norm(norm), own_norms, threads_of_row,
+               [&](int64_t begin, int64_t end) { packed_levels(quantizer, begin, end, packed + row * stride); });
+  });
+}
+
+template <class T>
+void decode_sum(const QuantizedTerm* terms, int64_t count, int64_t n, int bits, int64_t bucket, float weight, bool add,
+                T* out, int threads) {
+  parallel_chunks(n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
+    float buffer[kSumBlock];
+    for (int64_t i = begin; i < end; i += kSumBlock) {
+      const int64_t stop = std::min(end, i + kSumBlock);
+      float* const sum = room_for(out + i, buffer);
+      if (!add) std::fill_n(sum, stop - i, 0.0f);
+      for (int64_t t = 0; t < count; ++t) add_levels(terms[t], n, i, stop, bits, bucket, weight, sum);
+      write(sum, stop - i, out + i);
+    }
+  });
+}
+
 }  // namespace
 
-void quantize_levels(const Quantizer& q, int64_t begin, int64_t end, int32_t* levels) {
+void quantize_levels(const Quantizer<float>& q, int64_t begin, int64_t end, int32_t* levels) {
   for (int64_t i = begin; i < end; i += kBitBlock)
     quantize_block(q, i, std::min(end, i + kBitBlock), levels + (i - begin), signed_levels);
 }
 
 void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key, int32_t* codes, float* norms,
               int threads) {
-  const Quantizer quantizer{x, n, norms, bucket, bits, key};
+  const Quantizer<float> quantizer{x, n, norms, bucket, bits, key};
   with_norms(x, n, bucket, Norm(norm), norms, threads,
              [&](int64_t begin, int64_t end) { quantize_levels(quantizer, begin, end, codes + begin); });
 }
 
-void quantize_packed(const float* x, int64_t rows, int64_t n, int bits, int64_t bucket, int norm, const uint64_t* keys,
-                     const int64_t* replays, int64_t stride, uint8_t* packed, float* norms, int threads) {
-  const auto size = [n](int64_t) { return n; };
-  parallel_pieces(rows, threads, size, [&](int64_t row, int threads_of_row) {
-    float* own_norms = norms + row * stride / 4;
-    const Quantizer quantizer{x + row * n, n, own_norms, bucket, bits, replay_key(keys[row], replays)};
-    with_norms(quantizer.x, n, bucket, Norm(norm), own_norms, threads_of_row,
-               [&](int64_t begin, int64_t end) { packed_levels(quantizer, begin, end, packed + row * stride); });
+void quantize_packed(const void* x, int dtype, int64_t rows, int64_t n, int bits, int64_t bucket, int norm,
+                     const uint64_t* keys, const int64_t* replays, int64_t stride, uint8_t* packed, float* norms,
+                     int threads) {
+  typed(x, dtype, [&](auto* of) {
+    pack(of, rows, n, bits, bucket, norm, keys, replays, stride, packed, norms, threads);
   });
 }
 
@@ -192,19 +221,13 @@ void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bi
 }
 
 void quantize_decode_sum(const QuantizedTerm* terms, int64_t count, int64_t n, int bits, int64_t bucket, float weight,
-                         bool add, float* out, int32_t* failed, int threads) {
+                         bool add, void* out, int dtype, int32_t* failed, int threads) {
   for (int64_t t = 0; t < count; ++t)
     if (!all_norms(terms[t].norms, ceil_div(n, bucket))) {
       *failed = int32_t(t) + 1;
       return;
     }
-  parallel_chunks(n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i += kSumBlock) {
-      const int64_t stop = std::min(end, i + kSumBlock);
-      if (!add) std::fill(out + i, out + stop, 0.0f);
-      for (int64_t t = 0; t < count; ++t) add_levels(terms[t], n, i, stop, bits, bucket, weight, out);
-    }
-  });
+  typed(out, dtype, [&](auto* to) { decode_sum(terms, count, n, bits, bucket, weight, add, to, threads); });
 }
 
 }  // namespace gradzip::cpu

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/quantize.h"
+#include "cpu/half.h"
 #include "cpu/simd.h"
 
 namespace gradzip::cpu {
@@ -12,8 +13,9 @@ namespace gradzip::cpu {
 // Elements of a piece, about: its norms are computed, then its levels, which prefetch the piece that is this far ahead.
 constexpr int64_t kAhead = 1 << 12;
 
+template <class T>
 struct Quantizer {
-  const float* x;
+  const T* x;
   int64_t n;
   const float* norms;
   int64_t bucket;
@@ -32,7 +34,7 @@ GZ_INLINE void by_bucket(int64_t begin, int64_t end, int64_t bucket, F&& f) {
 }
 
 // Levels of x[begin, end); begin is a multiple of 4, and the norms are known.
-void quantize_levels(const Quantizer& q, int64_t begin, int64_t end, int32_t* levels);
+void quantize_levels(const Quantizer<float>& q, int64_t begin, int64_t end, int32_t* levels);
 
 inline bool all_norms(const float* norms, int64_t count) {
   for (int64_t b = 0; b < count; ++b)

@@ -5,9 +5,19 @@
 
 namespace gradzip::cuda {
 
-void abs_max(const float* x, int64_t n, float* most, cudaStream_t stream) {
-  const Matrix column{const_cast<float*>(x), n, 1};
-  abs_max_columns(&column, 1, most, stream);
+namespace {
+
+template <class T>
+void largest(const T* x, int64_t n, float* most, cudaStream_t stream) {
+  launch(stream, grid_of(grid_for(ceil_div(n, 16 * kBlock))), kBlock, kernel<abs_max_kernel<T>>, x, n,
+         reinterpret_cast<uint32_t*>(most));
+}
+
+}  // namespace
+
+void abs_max(const void* x, int dtype, int64_t n, float* most, cudaStream_t stream) {
+  clear(most, sizeof *most, stream);
+  typed(x, dtype, [&](auto* of) { largest(of, n, most, stream); });
 }
 
 void abs_max_columns(const Matrix* matrices, int64_t count, float* most, cudaStream_t stream) {

@@ -1,14 +1,30 @@
 #pragma once
 
 #include "cuda/block/block.cuh"
+#include "cuda/block/quads.cuh"
 #include "cuda/block/table.cuh"
 
 namespace gradzip::cuda {
 
+// *most = the bits of max |x|, which order as magnitudes do, with every NaN above infinity. *most is 0 at launch.
+template <class T>
+__global__ void __launch_bounds__(kBlock) abs_max_kernel(const T* x, int64_t n, uint32_t* most) {
+  uint32_t largest = 0;
+  const auto see = [&](float value) {
+    const uint32_t m = magnitude(value);
+    largest = largest > m ? largest : m;
+  };
+  if constexpr (sizeof(T) == 4)
+    for_each(x, n, see);
+  else
+    for_each_half(x, n, see);
+  largest = warp_max(largest);
+  if (lane() == 0 && largest > 0) atomicMax(most, largest);
+}
+
 constexpr int kColumnsBatch = 64;  // matrices whose table fits the 4 KB of kernel arguments
 
-// A matrix of n elements: most[c] is 0 at launch, and then the bits of max |x| of column c, which order as magnitudes do,
-// with every NaN above infinity. `blocks` blocks work on it.
+// A matrix of n elements: most[c] is 0 at launch, and then that of column c. `blocks` blocks work on it.
 struct ColumnsEntry {
   const float* x;
   int64_t n, columns;

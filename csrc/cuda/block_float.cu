@@ -1,26 +1,29 @@
 #include "cuda/block_float.cuh"
 
+#include <type_traits>
+
 #include "cuda/block/launch.h"
 #include "cuda/block/rows.h"
 #include "cuda/ops.h"
 
 namespace gradzip::cuda {
+namespace {
 
-void block_float_encode(const float* x, const float* residual, int64_t rows, int64_t n, int64_t blocks, int bits,
-                        int64_t block, const uint64_t* keys, const int64_t* replays, float* error, uint8_t* payloads,
-                        cudaStream_t stream) {
-  const auto encode =
-      block <= kEight * kLanes ? kernel<block_float_encode_kernel<true>> : kernel<block_float_encode_kernel<false>>;
+template <class T>
+void encode(const T* x, const float* residual, int64_t rows, int64_t n, int64_t blocks, int bits, int64_t block,
+            const uint64_t* keys, const int64_t* replays, float* error, uint8_t* payloads, cudaStream_t stream) {
+  const auto once = kernel<block_float_encode_kernel<T, true>>, twice = kernel<block_float_encode_kernel<T, false>>;
   for_rows(rows, keys, [&](int64_t row, unsigned count, const Keys& batch) {
-    launch(stream, grid_of(grid_for(ceil_div(blocks, kBlock / kLanes)), count), kBlock, encode, x + row * n,
-           residual ? residual + row * n : nullptr, n, blocks, bits, block, keys != nullptr, batch, replays,
-           error ? error + row * n : nullptr,
+    launch(stream, grid_of(grid_for(ceil_div(blocks, kBlock / kLanes)), count), kBlock,
+           block <= kEight * kLanes ? once : twice, x + row * n, residual ? residual + row * n : nullptr, n, blocks,
+           bits, block, keys != nullptr, batch, replays, error ? error + row * n : nullptr,
            reinterpret_cast<uint32_t*>(payloads + row * blocks * block_float_nbytes(bits, block)));
   });
 }
 
-void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_t blocks, int64_t n,
-                        int bits, int64_t block, float weight, const float* start, float* out, cudaStream_t stream) {
+template <class T>
+void decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_t blocks, int64_t n, int bits,
+            int64_t block, float weight, const float* start, T* out, cudaStream_t stream) {
   const int64_t shard_numel = blocks * block;
   const int64_t together = each < kTableSize ? kTableSize / (each < 1 ? 1 : each) : 1;  // shards of a launch
   for (int64_t shard = 0; shard * shard_numel < n; shard += together) {
@@ -33,11 +36,29 @@ void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t 
       PayloadTable batch{};
       for (int64_t i = 0; i < count; ++i)
         batch.of[i] = reinterpret_cast<const uint32_t*>(payloads[shard * each + p + i]);
-      launch(stream, grid_of(grid_for(ceil_div(numel, kEight * kBlock))), kBlock, kernel<block_float_decode_kernel>,
+      launch(stream, grid_of(grid_for(ceil_div(numel, kEight * kBlock))), kBlock, kernel<block_float_decode_kernel<T>>,
              batch, some, blocks, numel, bits, block, weight, from, out + first);
-      from = out + first;
+      if constexpr (std::is_same_v<T, float>) from = out + first;
     }
   }
+}
+
+}  // namespace
+
+void block_float_encode(const void* x, int dtype, const float* residual, int64_t rows, int64_t n, int64_t blocks,
+                        int bits, int64_t block, const uint64_t* keys, const int64_t* replays, float* error,
+                        uint8_t* payloads, cudaStream_t stream) {
+  typed(x, dtype, [&](auto* of) {
+    encode(of, residual, rows, n, blocks, bits, block, keys, replays, error, payloads, stream);
+  });
+}
+
+void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_t blocks, int64_t n,
+                        int bits, int64_t block, float weight, const float* start, void* out, int dtype,
+                        cudaStream_t stream) {
+  typed(out, dtype, [&](auto* to) {
+    decode(payloads, shards, each, blocks, n, bits, block, weight, start, to, stream);
+  });
 }
 
 }  // namespace gradzip::cuda

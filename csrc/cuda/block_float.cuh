@@ -11,11 +11,16 @@ namespace gradzip::cuda {
 
 constexpr int kEight = 8;
 
-// value[j] = x[first + j] + residual[first + j], 0 from n on. residual may be null. x may be written to later on.
-GZ_DEVICE void load_sums(const float* x, const float* residual, int64_t first, int64_t n, float* value) {
+// value[j] = x[first + j] + residual[first + j], 0 from n on. residual may be null. x may be written to later on if it
+// is float32.
+template <class T>
+GZ_DEVICE void load_sums(const T* x, const float* residual, int64_t first, int64_t n, float* value) {
 #pragma unroll
   for (int q = 0; q < kEight; q += 4) {
-    load4_changing(x, first + q, n, value + q);
+    if constexpr (sizeof(T) == 4)
+      load4_changing(x, first + q, n, value + q);
+    else
+      load4(x, first + q, n, value + q);
     if (residual == nullptr) continue;
     float more[4];
     load4(residual, first + q, n, more);
@@ -25,7 +30,8 @@ GZ_DEVICE void load_sums(const float* x, const float* residual, int64_t first, i
 }
 
 // out[first + j] = value[j], below n.
-GZ_DEVICE void store_eight(float* out, int64_t first, int64_t n, const float* value) {
+template <class T>
+GZ_DEVICE void store_eight(T* out, int64_t first, int64_t n, const float* value) {
   store4(out, first, n, value);
   store4(out, first + 4, n, value + 4);
 }
@@ -33,9 +39,9 @@ GZ_DEVICE void store_eight(float* out, int64_t first, int64_t n, const float* va
 // A warp encodes a block. kOnce: a block is at most 256 elements, so that each lane keeps its own between the search of
 // the largest magnitude and the rounding. A row for each blockIdx.y. error may be x: a thread reads what it writes before
 // it does.
-template <bool kOnce>
+template <class T, bool kOnce>
 __global__ void __launch_bounds__(kBlock)
-    block_float_encode_kernel(const float* x, const float* residual, int64_t n, int64_t blocks, int bits, int block,
+    block_float_encode_kernel(const T* x, const float* residual, int64_t n, int64_t blocks, int bits, int block,
                               bool stochastic, Keys keys, const int64_t* replays, float* error, uint32_t* payloads) {
   const int64_t record = block_float_nbytes(bits, block) / 4, row = blockIdx.y;
   const uint64_t key = stochastic ? replay_key(keys.of[row], replays) : 0;
@@ -109,9 +115,10 @@ struct PayloadTable {
 };
 
 // `each` payloads of each shard, one shard after the other in the table. `shards * blocks * block` >= n.
+template <class T>
 __global__ void __launch_bounds__(kBlock)
     block_float_decode_kernel(PayloadTable payloads, int each, int64_t blocks, int64_t n, int bits, int block,
-                              float weight, const float* start, float* out) {
+                              float weight, const float* start, T* out) {
   const int64_t record = block_float_nbytes(bits, block) / 4, shard_numel = blocks * block;
   for (int64_t first = kEight * grid_thread(); first < n; first += kEight * grid_threads()) {
     const int64_t shard = first / shard_numel, inside = first - shard * shard_numel, b = inside / block;

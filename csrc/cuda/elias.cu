@@ -70,13 +70,13 @@ int64_t elias_encode(void* workspace, const int32_t* codes, int64_t n, uint8_t* 
 int64_t elias_quantize(void* workspace, const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key,
                        uint8_t* out, int64_t capacity, float* norms, int64_t* nbytes, cudaStream_t stream) {
   const bool nested = kEliasChunk % bucket == 0;  // a chunk's norms can be computed with it
-  const Quantizer q{x, n, bucket, bits, Norm(norm), key, norms};
+  const Quantizer<float> q{x, n, bucket, bits, Norm(norm), key, norms};
   Arena arena(workspace);
   const Encoder encoder(arena, n, bits);
-  auto* scratch = nested ? nullptr : arena.take<uint8_t>(bucket_norms(nullptr, x, n, bucket, norm, norms, stream));
+  auto* scratch = nested ? nullptr : arena.take<uint8_t>(bucket_norms(nullptr, x, int(Dtype::float32), n, bucket, norm, norms, stream));
   if (!workspace) return arena.nbytes();
   clear(encoder.beyond, sizeof *encoder.beyond, stream);
-  if (!nested) bucket_norms(scratch, x, n, bucket, norm, norms, stream);
+  if (!nested) bucket_norms(scratch, x, int(Dtype::float32), n, bucket, norm, norms, stream);
   launch(stream, grid_of(encoder.chunks.grid()), kBlock,
          nested ? kernel<elias_quantize_kernel<true>> : kernel<elias_quantize_kernel<false>>, q, encoder.slots);
   encoder.finish(out, capacity, nbytes, stream);

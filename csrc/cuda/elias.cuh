@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kBlock)
 
 // With kNorms, a chunk is whole buckets, and their norms are computed with it.
 template <bool kNorms>
-__global__ void __launch_bounds__(kBlock, 3) elias_quantize_kernel(Quantizer q, EliasSlots slots) {
+__global__ void __launch_bounds__(kBlock, 3) elias_quantize_kernel(Quantizer<float> q, EliasSlots slots) {
   alignas(16) __shared__ uint32_t words[kMostSlotWords];
   float* tile = reinterpret_cast<float*>(words);
   int32_t* levels = reinterpret_cast<int32_t*>(words);

@@ -12,8 +12,9 @@ constexpr int kNaturalTile = 16 * kBlock;  // elements that a block packs at a t
 
 // Codes go to shared memory two to a word, and from there to the stream. Unless it is null, *most, 0 at launch, becomes
 // the bits of max |x|, which order as magnitudes do, with every NaN above infinity.
+template <class T>
 __global__ void __launch_bounds__(kBlock)
-    natural_encode_kernel(const float* x, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed,
+    natural_encode_kernel(const T* x, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed,
                           uint32_t* most) {
   constexpr int kQuads = kNaturalTile / (4 * kBlock);
   __shared__ uint32_t words[kNaturalTile / 2];
@@ -53,15 +54,17 @@ struct NaturalPayloads {
   const uint8_t* of[kNaturalBatch];
 };
 
+template <class T>
 __global__ void __launch_bounds__(kBlock)
-    natural_decode_sum_kernel(NaturalPayloads payloads, int count, int64_t n, float weight, bool add, float* out,
+    natural_decode_sum_kernel(NaturalPayloads payloads, int count, int64_t n, float weight, bool add, T* out,
                               int32_t* failed) {
   const int64_t nbytes = (n * kNaturalBits + 7) / 8;
   bool bad = false;
   for (int64_t first = 4 * grid_thread(); first < n; first += 4 * grid_threads()) {
     const int64_t bit = first * kNaturalBits;
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (add) load4_changing(out, first, n, sum);
+    if constexpr (sizeof(T) == 4)
+      if (add) load4_changing(out, first, n, sum);
     for (int p = 0; p < count; ++p) {
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {

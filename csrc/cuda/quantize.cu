@@ -17,15 +17,48 @@ int tile_of_buckets(int64_t bucket) {
   return int(kMostTile / together * together);
 }
 
+template <class T>
+int64_t pack(void* workspace, const T* x, int64_t rows, int64_t n, int bits, int64_t bucket, int norm,
+             const uint64_t* keys, const int64_t* replays, int64_t stride, uint8_t* packed, float* norms,
+             cudaStream_t stream) {
+  const int whole = tile_of_buckets(bucket), tile = whole ? whole : kMostTile;
+  for (int64_t row = 0; !whole && row < rows; ++row) {
+    const int64_t nbytes = bucket_norms(workspace, x + row * n, dtype_of(x), n, bucket, norm, norms + row * stride / 4,
+                                        stream);
+    if (!workspace) return nbytes;
+  }
+  for_rows(rows, keys, [&](int64_t row, unsigned count, const Keys& batch) {
+    const Quantizer<T> q{x + row * n, n, bucket, bits, Norm(norm), 0, norms + row * stride / 4};
+    launch(stream, grid_of(grid_for(ceil_div(n, tile)), count), kBlock,
+           whole ? kernel<quantize_packed_kernel<T, true>> : kernel<quantize_packed_kernel<T, false>>, q, batch,
+           replays, stride, tile, packed + row * stride);
+  });
+  return 0;
+}
+
+template <class T>
+void decode_sum(const QuantizedTerm* terms, int64_t count, int64_t n, int bits, int64_t bucket, float weight, bool add,
+                T* out, int32_t* failed, cudaStream_t stream) {
+  int64_t first = 0;
+  do {
+    QuantizedTerms batch{};
+    const int64_t some = std::min<int64_t>(count - first, kTermsBatch);
+    std::copy_n(terms + first, some, batch.of);
+    launch(stream, grid_of(grid_for(ceil_div(n, kMostTile))), kBlock, kernel<quantize_decode_sum_kernel<T>>, batch,
+           some, n, bits, bucket, weight, add || first > 0, out, failed);
+    first += some;
+  } while (first < count);
+}
+
 }  // namespace
 
 // The norms of a tile are computed with it if tiles can be whole buckets, all norms first otherwise.
 int64_t quantize(void* workspace, const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key,
                  int32_t* codes, float* norms, cudaStream_t stream) {
-  const Quantizer q{x, n, bucket, bits, Norm(norm), key, norms};
+  const Quantizer<float> q{x, n, bucket, bits, Norm(norm), key, norms};
   const int whole = tile_of_buckets(bucket), tile = whole ? whole : kMostTile;
   if (!whole) {
-    const int64_t nbytes = bucket_norms(workspace, x, n, bucket, norm, norms, stream);
+    const int64_t nbytes = bucket_norms(workspace, x, int(Dtype::float32), n, bucket, norm, norms, stream);
     if (!workspace) return nbytes;
   }
   launch(stream, grid_of(grid_for(ceil_div(n, tile))), kBlock,
@@ -33,21 +66,12 @@ int64_t quantize(void* workspace, const float* x, int64_t n, int bits, int64_t b
   return 0;
 }
 
-int64_t quantize_packed(void* workspace, const float* x, int64_t rows, int64_t n, int bits, int64_t bucket, int norm,
-                        const uint64_t* keys, const int64_t* replays, int64_t stride, uint8_t* packed, float* norms,
-                        cudaStream_t stream) {
-  const int whole = tile_of_buckets(bucket), tile = whole ? whole : kMostTile;
-  for (int64_t row = 0; !whole && row < rows; ++row) {
-    const int64_t nbytes = bucket_norms(workspace, x + row * n, n, bucket, norm, norms + row * stride / 4, stream);
-    if (!workspace) return nbytes;
-  }
-  for_rows(rows, keys, [&](int64_t row, unsigned count, const Keys& batch) {
-    const Quantizer q{x + row * n, n, bucket, bits, Norm(norm), 0, norms + row * stride / 4};
-    launch(stream, grid_of(grid_for(ceil_div(n, tile)), count), kBlock,
-           whole ? kernel<quantize_packed_kernel<true>> : kernel<quantize_packed_kernel<false>>, q, batch, replays,
-           stride, tile, packed + row * stride);
+int64_t quantize_packed(void* workspace, const void* x, int dtype, int64_t rows, int64_t n, int bits, int64_t bucket,
+                        int norm, const uint64_t* keys, const int64_t* replays, int64_t stride, uint8_t* packed,
+                        float* norms, cudaStream_t stream) {
+  return typed(x, dtype, [&](auto* of) {
+    return pack(workspace, of, rows, n, bits, bucket, norm, keys, replays, stride, packed, norms, stream);
   });
-  return 0;
 }
 
 void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,
@@ -57,16 +81,8 @@ void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bi
 }
 
 void quantize_decode_sum(const QuantizedTerm* terms, int64_t count, int64_t n, int bits, int64_t bucket, float weight,
-                         bool add, float* out, int32_t* failed, cudaStream_t stream) {
-  int64_t first = 0;
-  do {
-    QuantizedTerms batch{};
-    const int64_t some = std::min<int64_t>(count - first, kTermsBatch);
-    std::copy_n(terms + first, some, batch.of);
-    launch(stream, grid_of(grid_for(ceil_div(n, kMostTile))), kBlock, kernel<quantize_decode_sum_kernel>, batch, some,
-           n, bits, bucket, weight, add || first > 0, out, failed);
-    first += some;
-  } while (first < count);
+                         bool add, void* out, int dtype, int32_t* failed, cudaStream_t stream) {
+  typed(out, dtype, [&](auto* to) { decode_sum(terms, count, n, bits, bucket, weight, add, to, failed, stream); });
 }
 
 }  // namespace gradzip::cuda

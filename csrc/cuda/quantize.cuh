@@ -8,7 +8,7 @@
 namespace gradzip::cuda {
 
 template <bool kNorms>
-__global__ void __launch_bounds__(kBlock, 4) quantize_kernel(Quantizer q, int tile_size, int32_t* codes) {
+__global__ void __launch_bounds__(kBlock, 4) quantize_kernel(Quantizer<float> q, int tile_size, int32_t* codes) {
   alignas(16) __shared__ float tile[kNorms ? kMostTile : 4];
   for (int64_t first = int64_t(blockIdx.x) * tile_size; first < q.n; first += int64_t(gridDim.x) * tile_size) {
     const int count = int(q.n - first < tile_size ? q.n - first : tile_size);
@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(kBlock, 4) quantize_kernel(Quantizer q, int ti
 }
 
 // Codes go to shared memory four (bits <= 8) or two to a word, and from there to the stream. `q` has the first row.
-template <bool kNorms>
-__global__ void __launch_bounds__(kBlock, 4) quantize_packed_kernel(Quantizer q, Keys keys, const int64_t* replays,
+template <class T, bool kNorms>
+__global__ void __launch_bounds__(kBlock, 4) quantize_packed_kernel(Quantizer<T> q, Keys keys, const int64_t* replays,
                                                                     int64_t stride, int tile_size, uint8_t* packed) {
   q.x += blockIdx.y * q.n;
   q.key = replay_key(keys.of[blockIdx.y], replays);
@@ -76,9 +76,10 @@ struct QuantizedTerms {
   QuantizedTerm of[kTermsBatch];
 };
 
+template <class T>
 __global__ void __launch_bounds__(kBlock)
     quantize_decode_sum_kernel(QuantizedTerms terms, int count, int64_t n, int bits, int64_t bucket, float weight,
-                               bool add, float* out, int32_t* failed) {
+                               bool add, T* out, int32_t* failed) {
   const int32_t s = top_level(bits);
   const int64_t nbytes = (n * bits + 7) / 8;
   const uint32_t mask = (1u << bits) - 1;
@@ -89,7 +90,8 @@ __global__ void __launch_bounds__(kBlock)
     for (int i = 4 * int(threadIdx.x); i < left; i += 4 * kBlock) {
       const int64_t bit = (first + i) * bits;
       float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      if (add) load4_changing(out + first, i, left, sum);
+      if constexpr (sizeof(T) == 4)
+        if (add) load4_changing(out + first, i, left, sum);
       for (int t = 0; t < count; ++t) {
         const uint8_t* packed = terms.of[t].packed;
         uint32_t low, high;  // two codes each

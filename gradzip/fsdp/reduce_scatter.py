@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -191,7 +192,9 @@ class ReduceScatter:
                 self.traffic.count(input_tensor.nbytes, engine.wire_shares[AllToAll], "node")
                 dist.reduce_scatter_single(output_tensor, input_tensor, op, group)
             else:
-                shards, summands = input_tensor.view(engine.size, -1).float(), 1
+                shards, summands = input_tensor.view(engine.size, -1), 1
+                if shards.dtype not in ops.HALF or chunks is not None or self._feedback is not None:
+                    shards = shards.float()
                 if chunks is not None:
                     shards, summands = _mean_of_node(shards, chunks, engine), chunks.places
                 weight = float(summands) if op == dist.ReduceOp.SUM else 1.0 / len(shards)
@@ -203,7 +206,7 @@ class ReduceScatter:
     def _reduce(self, out: Tensor, shards: Tensor, weight: float, engine: Engine, scope: Scope) -> None:
         """Write the weighted sum of this rank's shard over the ranks of a scope to `out`.
 
-        shards: of each of these ranks, as rows, float32.
+        shards: of each of these ranks, as rows, float32, or without error feedback 16-bit floats.
         """
         ranks = len(shards)
         payloads = torch.empty((ranks, self._codec.nbytes(shards.shape[1])), dtype=torch.uint8, device=shards.device)
@@ -217,7 +220,8 @@ class ReduceScatter:
             self._encode_with_residual(shards, keys, payloads)
         lengths = (payloads.shape[1],) * ranks
         received = engine.run(AllToAll(payloads.view(-1), lengths, same_length=True, scope=scope), "reduce_scatter")
-        total = out if out.dtype == torch.float32 else out.float()
+        written = (torch.float32, *(ops.HALF if ranks <= ops.MOST_HALF_TERMS else ()))
+        total = out if out.dtype in written else out.float()
         self._codec.decode_sum(received, total, weight)
         if total is not out:
             out.copy_(total)
@@ -280,14 +284,14 @@ class _Codec(ABC):
 
     @abstractmethod
     def encode_all(self, shards: Tensor, keys: list[Key], payloads: Tensor, **feedback: Tensor | None) -> None:
-        """Encode the rows of `shards` (float32), each with its key, to those of `payloads` (uint8).
+        """Encode the rows of `shards` (float32, or 16-bit floats), each with its key, to those of `payloads` (uint8).
 
         feedback: `residual` and `error` as of `ops.block_float_encode_all`, for `BlockFloat`.
         """
 
     @abstractmethod
     def decode_sum(self, payloads: list[Tensor], out: Tensor, weight: float) -> None:
-        """Write weight * the sum of decoded payloads, added in order, to `out` (float32, flat).
+        """Write weight * the sum of decoded payloads, added in order, to `out` (flat; float32, or 16-bit floats for few payloads).
 
         If an element of a gradient was not finite, neither is the sum of its block.
         """
@@ -318,7 +322,7 @@ class _QSGD(_Codec):
         method, bits = self.method, [key.bits for key in keys]
         _, norms = ops.quantize_packed_all(shards, method.bits, method.bucket, method.norm, bits, payloads)
         payloads[:, self._ends(shards.shape[1])[1] :].zero_()
-        largest = torch.cat(ops.abs_max_all(list(shards)))
+        largest = torch.linalg.vector_norm(shards, math.inf, dim=1, dtype=torch.float32)
         norms.add_(largest[:, None] * 0.0)  # NaN if an element is not finite, which levels do not show
 
     def decode_sum(self, payloads: list[Tensor], out: Tensor, weight: float) -> None:

@@ -348,7 +348,7 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def __reduce__(self) -> tuple[type[Workspace], tuple[()]]:
         return Workspace, ()  # a copy has no buffers yet
@@ -361,9 +361,9 @@ class Workspace:
         if device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
         numel = math.prod(shape)
-        buffer = self._buffers.get((name, device))
+        buffer = self._buffers.get((name, dtype, device))
         if buffer is None or buffer.numel() < numel:
-            buffer = self._buffers[name, device] = torch.empty(numel, dtype=dtype, device=device)
+            buffer = self._buffers[name, dtype, device] = torch.empty(numel, dtype=dtype, device=device)
         return buffer[:numel].view(shape)
 
     def clear(self) -> None:

@@ -94,6 +94,7 @@ class BlockFloat(ErrorFeedback):
     rounds = 2
     asymmetric = True
     undone_on_device = True
+    reads_half = writes_half = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,17 +122,13 @@ class BlockFloat(ErrorFeedback):
     def reduce(self, group: Group) -> Routine:
         vector, state = group.vector, group.state
         key, (blocks, start, stop) = state.key(self.seed), self._partition(group)
-        error = None
-        if self.keeps_residual:
-            error = vector if vector.is_cuda else state.renewed("residual", vector)
-            if error is not vector:
-                state.next_residual = error
-        residual = state.residual if self.keeps_residual else None
-        payload = self._encode(vector, key, blocks * group.size, error, residual)
         like = torch.empty(0, dtype=torch.float32, device=group.device)
-        if not self.keeps_residual:
-            group.release_parts()
-        del vector, error, residual
+        if self.keeps_residual and state.next_residual is None:
+            state.next_residual = state.renewed("residual", like, group.numel)
+        residual = state.residual if self.keeps_residual else None
+        payload = self._encode(vector, key, blocks * group.size, state.next_residual, residual)
+        group.release_parts()
+        del vector, residual
         if group.size > 1:
             nbytes = payload.numel() // group.size
             received = yield AllToAll(payload, (nbytes,) * group.size, same_length=True)
@@ -194,7 +191,7 @@ class BlockFloat(ErrorFeedback):
             self.store_residuals([group for group, _ in updates])  # the errors, which `reduce` has left there
         for group, average in updates:
             target = group.target
-            decoded = self.new_average(group.numel, group.device) if target is None else target
+            decoded = self.new_average(group.numel, group.device, group.dtype) if target is None else target
             groups.block_float_decode(average.payloads, 1, decoded, self.bits, self.block)
             group.write([decoded])
         return [None] * len(updates)

@@ -132,9 +132,9 @@ class DGC(SparseCodec):
             return group.nbytes if self.changes_uncompressed else 0  # velocities of the averages
         return super().kept_nbytes(group)
 
-    def memory_for(self, group: Group) -> Tensor:
+    def memory_for(self, group: Group, dtype: torch.dtype) -> Tensor:
         # It becomes the velocity.
-        return torch.empty(group.numel, dtype=torch.float32, device=group.device)
+        return torch.empty(group.numel, dtype=dtype, device=group.device)
 
     def add_residual(self, group: Group) -> Routine:
         """Coroutine: the velocity u, and the residual v with it."""

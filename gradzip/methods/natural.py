@@ -43,6 +43,7 @@ class Natural(GatherCompressor):
     fixed_nbytes = True
     unbiased = True
     undone_on_device = True
+    reads_half = writes_half = True
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         numel = grad.numel()

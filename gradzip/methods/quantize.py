@@ -66,6 +66,7 @@ class QSGD(GatherCompressor):
 
     unbiased = True
     undone_on_device = True
+    reads_half = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,23 +78,27 @@ class QSGD(GatherCompressor):
     def fixed_nbytes(self) -> bool:  # type: ignore[override]
         return self.coding != "always_elias"
 
+    @property
+    def writes_half(self) -> bool:  # type: ignore[override]
+        return self.fixed_nbytes  # Elias codes are added to `out` one rank after the other
+
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         numel, magnitude = grad.numel(), ops.abs_max_tensor(grad)
         if ops.known_non_finite(magnitude):
             return self.non_finite(numel, grad.device)
-        arguments = (grad, self.bits, self.bucket, self.norm, key.bits)
+        arguments = (self.bits, self.bucket, self.norm, key.bits)
         norms_end, nbytes = self._ends(numel)
         stream = None
         if self.coding == "always_elias" or (self.coding == "elias" and not grad.is_cuda):
             space = self.workspace.empty("stream", (ops.elias_capacity(numel, self.bits),), torch.uint8, grad.device)
-            stream, norms = ops.elias_quantize(*arguments, out=space)
+            stream, norms = ops.elias_quantize(grad.float(), *arguments, out=space)
             stream = stream if stream.numel() <= nbytes else None
         nbytes = nbytes if stream is None else stream.numel()
         payload = ops.new_payload(norms_end + nbytes, grad.device)
         body = payload[ops.HEADER_NBYTES :]
         if stream is None:
             packed = body[norms_end : norms_end + nbytes]
-            ops.quantize_packed(*arguments, out=packed, norms=body[:norms_end].view(torch.float32))
+            ops.quantize_packed(grad, *arguments, out=packed, norms=body[:norms_end].view(torch.float32))
         else:
             body[:norms_end] = norms.view(torch.uint8)
             body[norms_end : norms_end + nbytes] = stream

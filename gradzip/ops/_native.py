@@ -30,6 +30,9 @@ else:
     _missing = None
 
 Dtypes = torch.dtype | tuple[torch.dtype, ...]
+HALF = (torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # numbered as in csrc/common/dtype.h
+MOST_HALF_TERMS = 240  # that kernels add to 16-bit floats in one launch on CUDA, with one rounding
 READ_ONLY = "_gradzip_read_only"  # attribute of tensors that share the memory of read-only arrays (arrays.py)
 
 
@@ -170,6 +173,11 @@ def row_keys(x: Any, keys: Sequence[int] | None, what: str) -> array[int]:
     return array("Q", [check_key(key, what) for key in keys or ()])
 
 
+def floats(x: Tensor) -> tuple[int, int]:
+    """Return the address of a tensor of one of `FLOATS`, and the number of its type, as kernels take them."""
+    return x.data_ptr(), FLOATS.index(x.dtype)
+
+
 def address(x: Tensor | None) -> int:
     """Return the address of a tensor that a kernel may go without, 0 for None."""
     return 0 if x is None else x.data_ptr()
@@ -231,8 +239,17 @@ def output(out: Tensor | None, numel: int, dtype: torch.dtype, device: torch.dev
     return in_place(out, dtype, what, numel, device)
 
 
+def sum_of(terms: int, out: Any, what: str, add: bool = False, device: torch.device | None = None) -> Tensor:
+    """Return `out`, checked by `in_place`, for the sum of so many terms. add: to `out`.
+
+    Raises ValueError if it has 16-bit floats, and would be rounded more than once.
+    """
+    once = terms <= MOST_HALF_TERMS and not add
+    return in_place(out, FLOATS if once else torch.float32, what, device=device)
+
+
 def in_place(
-    x: Any, dtype: torch.dtype, what: str, numel: int | None = None, device: torch.device | None = None
+    x: Any, dtype: Dtypes, what: str, numel: int | None = None, device: torch.device | None = None
 ) -> Tensor:
     """Return `x`, checked, for a kernel to write to. Raises ValueError if it is read-only or not contiguous."""
     checked = check(x, dtype, what, numel, device)

@@ -49,10 +49,10 @@ def block_float_encode(
     others.
     Each block is its step (float32), and then its codes in two's complement, a little-endian bit stream.
 
-    x: n elements, any shape, float32. block: elements of a block, a multiple of 32, 4096 at most. key: 64-bit key of
-    the random generator, with 4 or 8 bits; None rounds to nearest. blocks: of the payload, at least ceil(n / block),
+    x: n elements, any shape, float32, float16 or bfloat16. block: elements of a block, a multiple of 32, 4096 at most.
+    key: 64-bit key of the random generator, with 4 or 8 bits; None rounds to nearest. blocks: of the payload, at least ceil(n / block),
     which is the default; zeros follow x. residual: n elements, float32, and then `error` is needed. error: n elements,
-    float32, for x + residual - decoded; may be x. out: the payload's memory.
+    float32, for x + residual - decoded; may be x if that is float32. out: the payload's memory.
 
     If an element is not finite, its block decodes to NaN, and its `error` is NaN. If all magnitudes of a block
     are below 2^-100, its step is 2^-100 / s. Deterministic. Does not wait for the device.
@@ -66,7 +66,7 @@ def block_float_encode(
     if bits == 2 and key is not None:
         raise ValueError(f"{what}: got a key with bits = 2, whose codes are rounded to nearest, expected None")
     keys = array("Q", [] if key is None else [_native.check_key(key, what)])
-    x = _native.check(x, torch.float32, f"{what}: x")
+    x = _native.check(x, _native.FLOATS, f"{what}: x")
     n = x.numel()
     least = -(-n // block)
     blocks = least if blocks is None else blocks
@@ -74,7 +74,7 @@ def block_float_encode(
         raise ValueError(f"{what}: got blocks = {blocks}, expected at least {least} for {n} elements")
     residual, error = _check_feedback(residual, error, x, what)
     out = _native.output(out, block_float_nbytes(blocks, bits, block), torch.uint8, x.device, f"{what}: out")
-    arguments = (x.data_ptr(), _native.address(residual), 1, n, blocks, bits, block, keys.buffer_info()[0])
+    arguments = (*_native.floats(x), _native.address(residual), 1, n, blocks, bits, block, keys.buffer_info()[0])
     _native.run(
         "block_float_encode", x, *arguments, replays.address(x, key is not None), _native.address(error), out.data_ptr()
     )
@@ -105,9 +105,9 @@ def block_float_encode_all(
 ) -> Tensor:
     """`block_float_encode` for each row of a matrix, in one call.
 
-    x: (rows, n), float32, and so are residual and error; keys: of each row, with 4 or 8 bits; None rounds to nearest.
-    Returns the payload of each row, (rows, block_float_nbytes(ceil(n / block), bits, block)), uint8, in `out` if given.
-    Deterministic. Does not wait for the device.
+    x: (rows, n), float32, float16 or bfloat16; residual and error: (rows, n), float32; keys: of each row, with 4 or 8
+    bits; None rounds to nearest. Returns the payload of each row, (rows, block_float_nbytes(ceil(n / block), bits,
+    block)), uint8, in `out` if given. Deterministic. Does not wait for the device.
 
     >>> payloads = block_float_encode_all(torch.tensor([[7.0, -3.0], [14.0, 0.0]]), bits=4, block=32)
     >>> payloads.shape, [hex(payload[4]) for payload in payloads]
@@ -118,13 +118,13 @@ def block_float_encode_all(
     if bits == 2 and keys is not None:
         raise ValueError(f"{what}: got keys with bits = 2, whose codes are rounded to nearest, expected None")
     row_keys = _native.row_keys(x, keys, what)
-    x = _native.check(x, torch.float32, f"{what}: x")
+    x = _native.check(x, _native.FLOATS, f"{what}: x")
     rows, n = x.shape
     blocks = -(-n // block)
     nbytes = block_float_nbytes(blocks, bits, block)
     residual, error = _check_feedback(residual, error, x, what)
     out = _native.output(out, rows * nbytes, torch.uint8, x.device, f"{what}: out").view(rows, nbytes)
-    arguments = (x.data_ptr(), _native.address(residual), rows, n, blocks, bits, block, row_keys.buffer_info()[0])
+    arguments = (*_native.floats(x), _native.address(residual), rows, n, blocks, bits, block, row_keys.buffer_info()[0])
     replay = replays.address(x, keys is not None)
     _native.run("block_float_encode", x, *arguments, replay, _native.address(error), out.data_ptr())
     return out
@@ -133,8 +133,8 @@ def block_float_encode_all(
 def block_float_decode(payloads: Sequence[Tensor], out: Tensor, bits: int, block: int = 256) -> None:
     """Decode payloads of consecutive elements, of equally many blocks each, to `out`, in one pass.
 
-    out: n elements, float32, in place; payload k has those from k * blocks * block on. Deterministic. Does not wait for
-    the device. Any bytes decode; raises PayloadError if the lengths of the payloads differ, or are not of whole blocks,
+    out: n elements, float32, float16 or bfloat16, in place; payload k has those from k * blocks * block on.
+    Deterministic. Does not wait for the device. Any bytes decode; raises PayloadError if the lengths of the payloads differ, or are not of whole blocks,
     or have fewer elements than `out`.
     """
     _decode(payloads, 1, out, bits, block, 1.0, None)
@@ -150,7 +150,8 @@ def block_float_decode_sum(
 ) -> None:
     """Write weight * the sum of decoded payloads, added in order, plus the residual, to `out`, in one pass.
 
-    out: n elements, float32; residual: n elements, float32, may be out. Else as `block_float_decode`.
+    out: n elements, float32, or with at most 240 payloads float16 or bfloat16, to which the sum is rounded once;
+    residual: n elements, float32, may be out. Else as `block_float_decode`.
     """
     _decode(payloads, len(payloads), out, bits, block, weight, residual)
 
@@ -171,7 +172,7 @@ def _decode(
 ) -> None:
     what = "block_float_decode"
     check_block_float(bits, block, what)
-    out = _native.in_place(out, torch.float32, f"{what}: out")
+    out = _native.sum_of(each, out, f"{what}: out")
     n, record = out.numel(), block_float_nbytes(1, bits, block)
     if start is not None:
         start = _native.check(start, torch.float32, f"{what}: residual", n, out.device)

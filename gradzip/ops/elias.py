@@ -84,7 +84,8 @@ def elias_quantize(
     if out is None:
         out = torch.empty(elias_capacity(x.numel(), bits), dtype=torch.uint8, device=x.device)
     out = _native.in_place(out, torch.uint8, "elias_quantize: out", device=x.device)
-    nbytes = int(_native.run_count("elias_quantize", x, *arguments, out.data_ptr(), out.numel(), norms.data_ptr()))
+    results = (out.data_ptr(), out.numel(), norms.data_ptr())
+    nbytes = int(_native.run_count("elias_quantize", x, x.data_ptr(), *arguments, *results))
     return _written(out, nbytes, "elias_quantize"), norms
 
 

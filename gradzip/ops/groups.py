@@ -425,13 +425,13 @@ def quantize_decode_sum(
     """`ops.quantize_decode_sum`. Returns 1 plus the number of a term with a corrupt norm; 0 if there is none."""
     table = np.stack((packed, norms), axis=1)  # struct QuantizedTerm of csrc/common/quantize.h
     n = out.numel()
-    arguments = (table.ctypes.data, len(table), n, bits, min(bucket, max(1, n)), weight, add, out.data_ptr())
+    arguments = (table.ctypes.data, len(table), n, bits, min(bucket, max(1, n)), weight, add, *_native.floats(out))
     return _native.run_failed("quantize_decode_sum", out, *arguments)
 
 
 def natural_decode_sum(payloads: np.ndarray, out: Tensor, weight: float, add: bool) -> int:
     """`ops.natural_decode_sum`. Returns 1 plus the number of a corrupt payload; 0 if there is none."""
-    arguments = (payloads.ctypes.data, len(payloads), out.numel(), weight, add, out.data_ptr())
+    arguments = (payloads.ctypes.data, len(payloads), out.numel(), weight, add, *_native.floats(out))
     return _native.run_failed("natural_decode_sum", out, *arguments)
 
 
@@ -445,8 +445,8 @@ def block_float_encode(
     out = torch.empty(blocks * (4 + block * bits // 8), dtype=torch.uint8, device=x.device)
     keys = np.array([] if key is None else [key], np.uint64)
     _native.run(
-        "block_float_encode", x, x.data_ptr(), 0 if residual is None else residual.data_ptr(), 1, x.numel(), blocks,
-        bits, block, 0 if key is None else keys.ctypes.data, replays.address(x, key is not None),
+        "block_float_encode", x, *_native.floats(x), 0 if residual is None else residual.data_ptr(), 1, x.numel(),
+        blocks, bits, block, 0 if key is None else keys.ctypes.data, replays.address(x, key is not None),
         0 if error is None else error.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out
@@ -461,5 +461,5 @@ def block_float_decode(
     blocks = payloads[0].numel() // (4 + block * bits // 8)
     _native.run(
         "block_float_decode", out, table.ctypes.data, len(payloads) // each, each, blocks, out.numel(), bits, block,
-        weight, 0 if start is None else start.data_ptr(), out.data_ptr(),
+        weight, 0 if start is None else start.data_ptr(), *_native.floats(out),
     )  # fmt: skip

@@ -26,7 +26,7 @@ def natural_nbytes(numel: int) -> int:
 def natural_encode(x: Tensor, key: int = 0, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return (packed, most): x rounded at random to powers of two, and max \\|x\\| as by `abs_max_tensor`.
 
-    x: n elements, any shape, float32. packed: uint8 of ceil(9 n / 8), in `out` if given: a little-endian bit stream,
+    x: n elements, any shape, float32, float16 or bfloat16. packed: uint8 of ceil(9 n / 8), in `out` if given: a little-endian bit stream,
     per element the 8 bits of its exponent and the sign above them. most: float32 of 1 element. One pass over x.
 
     If 2^a <= \\|x\\| <= 2^(a+1), the magnitude becomes 2^(a + b), b = Bernoulli(\\|x\\| / 2^a - 1), from draw i of the
@@ -38,18 +38,20 @@ def natural_encode(x: Tensor, key: int = 0, out: Tensor | None = None) -> tuple[
     ([127, 2, 3], 4.0)
     """
     key = _native.check_key(key, "natural_encode")
-    x = _native.check(x, torch.float32, "natural_encode: x")
+    x = _native.check(x, _native.FLOATS, "natural_encode: x")
     out = _native.output(out, natural_nbytes(x.numel()), torch.uint8, x.device, "natural_encode: out")
     most = torch.empty(1, dtype=torch.float32, device=x.device)
-    _native.run("natural_encode", x, x.data_ptr(), x.numel(), key, replays.address(x), out.data_ptr(), most.data_ptr())
+    arguments = (*_native.floats(x), x.numel(), key, replays.address(x))
+    _native.run("natural_encode", x, *arguments, out.data_ptr(), most.data_ptr())
     return out, most
 
 
 def natural_decode_sum(payloads: Sequence[Tensor], out: Tensor, weight: float = 1.0, add: bool = False) -> None:
     """Write weight * the sum of the powers of two of several ranks, added in order, to `out`, in one pass.
 
-    payloads: what `natural_encode` packed, uint8 of ceil(9 n / 8) each; out: n elements, float32; add: to `out`, rather
-    than overwrite it. Deterministic. Does not wait for the device.
+    payloads: what `natural_encode` packed, uint8 of ceil(9 n / 8) each; out: n elements, float32, or with at most 240
+    payloads float16 or bfloat16, to which the sum is rounded once; add: to `out`, which is float32, rather than
+    overwrite it. Deterministic. Does not wait for the device.
 
     Raises:
         PayloadError: a length is wrong, or a code has the exponent of infinity, which no encoder writes, and `out` has
@@ -61,7 +63,7 @@ def natural_decode_sum(payloads: Sequence[Tensor], out: Tensor, weight: float = 
     [0.5, -2.0]
     """
     what = "natural_decode_sum"
-    out = _native.in_place(out, torch.float32, f"{what}: out")
+    out = _native.sum_of(len(payloads), out, f"{what}: out", add)
     n = out.numel()
     checked = [
         _native.check_nbytes(payload, natural_nbytes(n), f"{n} elements", f"{what}: payload", out.device, index)

@@ -37,14 +37,15 @@ def check_quantizer(bits: int, bucket: int, norm: str, key: int, what: str) -> N
 
 
 def quantizer_arguments(
-    x: Tensor, bits: int, bucket: int, norm: str, key: int, norms: Tensor | None, what: str
-) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Return (x, norms, arguments): both checked, norms new if None, and the first arguments of the kernels."""
+    x: Tensor, bits: int, bucket: int, norm: str, key: int, norms: Tensor | None, what: str,
+    dtypes: _native.Dtypes = torch.float32,
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:  # fmt: skip
+    """Return (x, norms, arguments): both checked, norms new if None, and arguments of the kernels from n to the key."""
     check_quantizer(bits, bucket, norm, key, what)
-    x = _native.check(x, torch.float32, f"{what}: x")
+    x = _native.check(x, dtypes, f"{what}: x")
     n = x.numel()
     norms = _native.output(norms, num_buckets(n, bucket), torch.float32, x.device, f"{what}: norms")
-    return x, norms, (x.data_ptr(), n, bits, min(bucket, max(1, n)), NORMS[norm], key)
+    return x, norms, (n, bits, min(bucket, max(1, n)), NORMS[norm], key)
 
 
 def quantize(x: Tensor, bits: int, bucket: int = 512, norm: str = "l2", key: int = 0) -> tuple[Tensor, Tensor]:
@@ -59,7 +60,7 @@ def quantize(x: Tensor, bits: int, bucket: int = 512, norm: str = "l2", key: int
     """
     x, norms, arguments = quantizer_arguments(x, bits, bucket, norm, key, None, "quantize")
     codes = torch.empty(x.shape, dtype=torch.int32, device=x.device)
-    _native.run("quantize", x, *arguments, codes.data_ptr(), norms.data_ptr())
+    _native.run("quantize", x, x.data_ptr(), *arguments, codes.data_ptr(), norms.data_ptr())
     return codes, norms
 
 
@@ -96,7 +97,7 @@ def quantize_packed(
 ) -> tuple[Tensor, Tensor]:
     """Return (packed, norms): the levels of `quantize` as a bit stream, in one pass over x.
 
-    x: n elements, float32. packed: uint8 of ceil(n * bits / 8), in `out` if given: a little-endian bit stream, per
+    x: n elements, float32, float16 or bfloat16. packed: uint8 of ceil(n * bits / 8), in `out` if given: a little-endian bit stream, per
     element \\|level\\| in the low bits - 1 bits and the sign above it; zero has no sign. norms: float32 of
     ceil(n / bucket), in `norms` if given. Deterministic. Does not wait for the device.
 
@@ -104,11 +105,12 @@ def quantize_packed(
     >>> [hex(byte) for byte in packed.tolist()]
     ['0x7', '0xf']
     """
-    x, norms, (address, n, *arguments, key) = quantizer_arguments(x, bits, bucket, norm, key, norms, "quantize_packed")
-    out = _native.output(out, packed_nbytes(n, bits), torch.uint8, x.device, "quantize_packed: out")
+    what = "quantize_packed"
+    x, norms, (n, *arguments, key) = quantizer_arguments(x, bits, bucket, norm, key, norms, what, _native.FLOATS)
+    out = _native.output(out, packed_nbytes(n, bits), torch.uint8, x.device, f"{what}: out")
     keys = array("Q", [key])
     results = (replays.address(x), 0, out.data_ptr(), norms.data_ptr())
-    _native.run("quantize_packed", x, address, 1, n, *arguments, keys.buffer_info()[0], *results)
+    _native.run(what, x, *_native.floats(x), 1, n, *arguments, keys.buffer_info()[0], *results)
     return out, norms
 
 
@@ -117,7 +119,7 @@ def quantize_packed_all(
 ) -> tuple[Tensor, Tensor]:
     """`quantize_packed` for each row of a matrix, in one call, into payloads that hold both results.
 
-    x: (rows, n), float32; keys: of each row; payloads: (rows, size), uint8, in place. A payload has its norms first,
+    x: (rows, n), float32, float16 or bfloat16; keys: of each row; payloads: (rows, size), uint8, in place. A payload has its norms first,
     then the packed levels: its size is a multiple of 4, and at least that of both. What follows them is unchanged.
     Returns (packed, norms), views of the payloads: (rows, ceil(n * bits / 8)), uint8, and (rows, ceil(n / bucket)),
     float32. Deterministic. Does not wait for the device.
@@ -130,7 +132,7 @@ def quantize_packed_all(
     what = "quantize_packed_all"
     check_quantizer(bits, bucket, norm, 0, what)
     row_keys = _native.row_keys(x, keys, what)
-    x = _native.check(x, torch.float32, f"{what}: x")
+    x = _native.check(x, _native.FLOATS, f"{what}: x")
     rows, n = x.shape
     norms_end = 4 * num_buckets(n, bucket)
     end = norms_end + packed_nbytes(n, bits)
@@ -141,7 +143,7 @@ def quantize_packed_all(
             f"least {end}, for rows of {n} elements of {bits} bits in buckets of {bucket}"
         )
     _native.in_place(payloads, torch.uint8, f"{what}: payloads", device=x.device)
-    arguments = (x.data_ptr(), rows, n, bits, min(bucket, max(1, n)), NORMS[norm], row_keys.buffer_info()[0])
+    arguments = (*_native.floats(x), rows, n, bits, min(bucket, max(1, n)), NORMS[norm], row_keys.buffer_info()[0])
     address = payloads.data_ptr()
     _native.run("quantize_packed", x, *arguments, replays.address(x), size, address + norms_end, address)
     words = payloads.view(-1).view(torch.float32).view(rows, size // 4)
@@ -166,8 +168,9 @@ def quantize_decode_sum(
 ) -> None:
     """Write weight * the sum of the values that `quantize_packed` quantized, added in order, to `out`, in one pass.
 
-    terms: (packed, norms) of each rank, as for `quantize_decode_add`; out: n elements, float32. It has the bits of as
-    many calls of `quantize_decode_add` onto zeros. Deterministic. Does not wait for the device.
+    terms: (packed, norms) of each rank, as for `quantize_decode_add`; out: n elements, float32, or with at most 240
+    terms float16 or bfloat16, to which the sum is rounded once. It has the bits of as many calls of
+    `quantize_decode_add` onto zeros. Deterministic. Does not wait for the device.
 
     Raises:
         PayloadError: with `out` unchanged, a length is wrong, or a norm is negative or not finite; `index` of the
@@ -185,7 +188,7 @@ def _decode_sum(
     terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bits: int, bucket: int, weight: float, add: bool, what: str
 ) -> None:
     check_buckets(bits, bucket, what)
-    out = _native.in_place(out, torch.float32, f"{what}: out")
+    out = _native.sum_of(len(terms), out, f"{what}: out", add)
     n = out.numel()
     nbytes, buckets = packed_nbytes(n, bits), num_buckets(n, bucket)
     all_packed, all_norms = [], []

@@ -4,6 +4,8 @@ All that is imported here is public in `gradzip.ops`. Names are imported `as` th
 they would be private.
 """
 
+from ._native import HALF as HALF
+from ._native import MOST_HALF_TERMS as MOST_HALF_TERMS
 from .abs_max import abs_max as abs_max
 from .abs_max import abs_max_all as abs_max_all
 from .abs_max import abs_max_columns as abs_max_columns

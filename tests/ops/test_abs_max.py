@@ -54,7 +54,7 @@ def test_any_shape_and_strides():
         (np.ones(3), "torch.float64"),
         (None, "NoneType"),
         (torch.ones(3, dtype=torch.float64), "torch.float64"),
-        (torch.ones(3, dtype=torch.bfloat16), "torch.bfloat16"),
+        (torch.ones(3, dtype=torch.complex64), "torch.complex64"),
         (torch.ones(3, dtype=torch.int32), "torch.int32"),
     ],
 )

@@ -6,20 +6,25 @@
 
 using namespace gradzip;
 
-int main() {
+template <class T>
+static void test() {
   simt::Sizes sizes = simt::kSizes;  // and some whose last element is the largest one
   sizes.insert(sizes.end(), {2, 5, 1000, 1023});
   for (int64_t n : sizes)
     for (simt::Kind kind : simt::kKinds) {
-      const simt::Buffer<float> x(simt::data(kind, n), n % 4);
+      const simt::Buffer<T> x(simt::as<T>(simt::data(kind, n)), n % 4);
       float expected;
-      cpu::abs_max(x, n, &expected, 1);
+      cpu::abs_max(x, dtype_of(x), n, &expected, 1);
       simt::in_any_order(n, [&] {
         const simt::Buffer<float> most(1);
-        cuda::abs_max(x, n, most, nullptr);
+        cuda::abs_max(x, dtype_of(x), n, most, nullptr);
         simt::expect_equal(*most.get(), expected, "abs_max");
       });
     }
+}
+
+int main() {
+  test<float>(), test<BFloat16>(), test<Float16>();
 
   // The columns of several matrices, in one call.
   std::vector<simt::Buffer<float>> buffers;

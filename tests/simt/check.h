@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "common/dtype.h"
 #include "cuda_runtime.h"
 
 namespace simt {
@@ -107,6 +108,14 @@ inline std::vector<float> data(Kind kind, int64_t n, bool finite = false) {
     }
   }
   return x;
+}
+
+// The same numbers as Ts, rounded.
+template <class T>
+std::vector<T> as(const std::vector<float>& x) {
+  std::vector<T> rounded;
+  for (float value : x) rounded.push_back(gradzip::rounded<T>(value));
+  return rounded;
 }
 
 // Runs f() in several block and thread orders, on simulated devices of several sizes; large inputs get fewer. What

@@ -22,12 +22,12 @@ static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t buck
   const simt::Buffer<float> expected_norms(buckets), expected_values(n),
       expected_sum(simt::data(simt::Kind::normal, n)), expected_three(n);
   cpu::quantize(x, n, bits, bucket, norm, 7, expected_codes, expected_norms, 1);
-  cpu::quantize_packed(x, 1, n, bits, bucket, norm, &key, replays, 0, expected, expected_norms, 1);
+  cpu::quantize_packed(x, 0, 1, n, bits, bucket, norm, &key, replays, 0, expected, expected_norms, 1);
   int32_t refused = 0;
   cpu::quantize_decode(expected_codes, expected_norms, n, bits, bucket, expected_values, &refused, 1);
   const QuantizedTerm term{expected, expected_norms}, three[] = {term, term, term};
-  cpu::quantize_decode_sum(&term, 1, n, bits, bucket, 0.3f, true, expected_sum, &refused, 1);
-  cpu::quantize_decode_sum(three, 3, n, bits, bucket, 0.3f, false, expected_three, &refused, 1);
+  cpu::quantize_decode_sum(&term, 1, n, bits, bucket, 0.3f, true, expected_sum, 0, &refused, 1);
+  cpu::quantize_decode_sum(three, 3, n, bits, bucket, 0.3f, false, expected_three, 0, &refused, 1);
   simt::expect_equal(refused, 0, "failed on the CPU");
   simt::in_any_order(n, [&] {
     const simt::Buffer<float> norms(buckets);
@@ -37,16 +37,16 @@ static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t buck
     simt::expect_equal(codes.get(), expected_codes.get(), n, "quantize, " + what);
     const simt::Buffer<float> norms_too(buckets);
     const simt::Buffer<uint8_t> packed(nbytes, bits % 4);
-    simt::call(cuda::quantize_packed, x, 1, n, bits, bucket, norm, &key, replays, 0, packed, norms_too);
+    simt::call(cuda::quantize_packed, x, 0, 1, n, bits, bucket, norm, &key, replays, 0, packed, norms_too);
     simt::expect_equal(norms_too.get(), expected_norms.get(), buckets, "quantize_packed: norms, " + what);
     simt::expect_equal(packed.get(), expected.get(), nbytes, "quantize_packed, " + what);
     const simt::Buffer<float> values(n), sum(simt::data(simt::Kind::normal, n), bits % 4), sum_of_three(n, bits % 3);
     cuda::quantize_decode(codes, norms, n, bits, bucket, values, failed, nullptr);
     simt::expect_equal(values.get(), expected_values.get(), n, "quantize_decode, " + what);
     const QuantizedTerm coded{packed, norms}, and_again[] = {coded, coded, coded};
-    cuda::quantize_decode_sum(&coded, 1, n, bits, bucket, 0.3f, true, sum, failed, nullptr);
+    cuda::quantize_decode_sum(&coded, 1, n, bits, bucket, 0.3f, true, sum, 0, failed, nullptr);
     simt::expect_equal(sum.get(), expected_sum.get(), n, "quantize_decode_sum onto other numbers, " + what);
-    cuda::quantize_decode_sum(and_again, 3, n, bits, bucket, 0.3f, false, sum_of_three, failed, nullptr);
+    cuda::quantize_decode_sum(and_again, 3, n, bits, bucket, 0.3f, false, sum_of_three, 0, failed, nullptr);
     simt::expect_equal(sum_of_three.get(), expected_three.get(), n, "quantize_decode_sum, " + what);
     simt::expect_equal(*failed.get(), 0, "failed, " + what);
     if (n == 0) return;
@@ -55,11 +55,32 @@ static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t buck
     simt::expect_equal(*failed.get(), 1, "quantize_decode of a level beyond the largest: failed");
     *failed.get() = 0;
     norms[buckets - 1] = n % 2 ? -1.0f : INFINITY;
-    cuda::quantize_decode_sum(and_again, 2, n, bits, bucket, 0.3f, false, sum, failed, nullptr);
+    cuda::quantize_decode_sum(and_again, 2, n, bits, bucket, 0.3f, false, sum, 0, failed, nullptr);
     simt::expect_equal(*failed.get(), 1, "quantize_decode_sum of a norm there is not: failed");
     for (int64_t i = (buckets - 1) * bucket; i < n; ++i)
       simt::expect_equal(std::isnan(sum[i]), true, "quantize_decode_sum of a norm there is not");
   });
+}
+
+// 16-bit floats in and out.
+template <class T>
+static void test_half(int64_t n, int bits, int64_t bucket, int norm) {
+  const uint64_t key = 7;
+  const int64_t nbytes = (n * bits + 7) / 8, buckets = (n + bucket - 1) / bucket;
+  const simt::Buffer<T> x(simt::as<T>(simt::data(simt::Kind::wild, n)), n % 4), expected_sum(n), sum(n, n % 3);
+  const simt::Buffer<float> expected_norms(buckets), norms(buckets);
+  const simt::Buffer<uint8_t> expected(nbytes), packed(nbytes);
+  const int dtype = dtype_of(x);
+  cpu::quantize_packed(x, dtype, 1, n, bits, bucket, norm, &key, nullptr, 0, expected, expected_norms, 1);
+  simt::call(cuda::quantize_packed, x.get(), dtype, 1, n, bits, bucket, norm, &key, nullptr, 0, packed, norms);
+  simt::expect_equal(packed.get(), expected.get(), nbytes, "quantize_packed of 16-bit floats");
+  simt::expect_equal(norms.get(), expected_norms.get(), buckets, "quantize_packed of 16-bit floats: norms");
+  const QuantizedTerm terms[] = {{packed, norms}, {packed, norms}};
+  int32_t failed = 0;
+  cpu::quantize_decode_sum(terms, 2, n, bits, bucket, 0.3f, false, expected_sum, dtype, &failed, 1);
+  cuda::quantize_decode_sum(terms, 2, n, bits, bucket, 0.3f, false, sum, dtype, &failed, nullptr);
+  simt::expect_equal(sum.get(), expected_sum.get(), n, "quantize_decode_sum to 16-bit floats");
+  simt::expect_equal(failed, 0, "quantize_decode_sum to 16-bit floats: failed");
 }
 
 // Rows whose norms and levels are sections of a payload each; more than one launch takes.
@@ -72,11 +93,11 @@ static void test_rows(int64_t rows, int64_t n, int bits, int64_t bucket) {
     keys.push_back(uint64_t(row) << 40 | 5u);
     float* const norms = expected + row * stride / 4;
     auto* const levels = reinterpret_cast<uint8_t*>(norms) + norms_end;
-    cpu::quantize_packed(x + row * n, 1, n, bits, bucket, 0, &keys.back(), simt::replays_for(rows), 0, levels, norms,
+    cpu::quantize_packed(x + row * n, 0, 1, n, bits, bucket, 0, &keys.back(), simt::replays_for(rows), 0, levels, norms,
                          1);
   }
   auto* const levels = reinterpret_cast<uint8_t*>(got.get()) + norms_end;
-  simt::call(cuda::quantize_packed, x, rows, n, bits, bucket, 0, keys.data(), simt::replays_for(rows), stride, levels,
+  simt::call(cuda::quantize_packed, x, 0, rows, n, bits, bucket, 0, keys.data(), simt::replays_for(rows), stride, levels,
              got);
   simt::expect_equal(got.get(), expected.get(), rows * stride / 4, "quantize_packed of rows");
 }
@@ -87,11 +108,11 @@ static void test_many(int64_t count) {
   const simt::Buffer<float> x(simt::data(simt::Kind::normal, n)), norms(4), expected(n), got(n);
   const simt::Buffer<uint8_t> packed(n / 2);
   const uint64_t key = 7;
-  cpu::quantize_packed(x, 1, n, 4, 32, 0, &key, nullptr, 0, packed, norms, 1);
+  cpu::quantize_packed(x, 0, 1, n, 4, 32, 0, &key, nullptr, 0, packed, norms, 1);
   const std::vector<QuantizedTerm> terms(size_t(count), {packed, norms});
   int32_t failed = 0;
-  cpu::quantize_decode_sum(terms.data(), count, n, 4, 32, 0.1f, false, expected, &failed, 1);
-  cuda::quantize_decode_sum(terms.data(), count, n, 4, 32, 0.1f, false, got, &failed, nullptr);
+  cpu::quantize_decode_sum(terms.data(), count, n, 4, 32, 0.1f, false, expected, 0, &failed, 1);
+  cuda::quantize_decode_sum(terms.data(), count, n, 4, 32, 0.1f, false, got, 0, &failed, nullptr);
   simt::expect_equal(got.get(), expected.get(), n, "quantize_decode_sum of many terms");
   simt::expect_equal(failed, 0, "quantize_decode_sum of many terms: failed");
 }
@@ -99,6 +120,9 @@ static void test_many(int64_t count) {
 int main() {
   for (int64_t bucket : {int64_t(100), int64_t(5000)}) test_rows(2, 5001, 4, bucket);
   if (!simt::kRaces) test_rows(600, 33, 5, 7), test_many(0), test_many(500);
+  for (int64_t n : {1, 33, 8193, 20001})
+    for (int64_t bucket : {int64_t(7), int64_t(512), int64_t(5000)})
+      for (int bits : {4, 9}) test_half<BFloat16>(n, bits, bucket, n % 2), test_half<Float16>(n, bits, bucket, n % 2);
   for (int64_t n : simt::kSizes) {
     for (simt::Kind kind : simt::kKinds) {
       const simt::Buffer<float> x(simt::data(kind, n), n % 4);

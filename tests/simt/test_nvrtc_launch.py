@@ -129,7 +129,7 @@ module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 {setup}
 for _ in range(2):
-    try: module.abs_max(0, 4096, 1000, 8192, 0)
+    try: module.abs_max(0, 4096, 0, 1000, 8192, 0)
     except RuntimeError as error: print(error)
 """
 
@@ -143,7 +143,7 @@ def run_abs_max(folder, setup="", driver=True):
 
 
 def test_from_the_launcher_to_nvrtc_to_the_driver(library, tmp_path):
-    symbol = "_ZN7gradzip4cuda14abs_max_kernelEPKflPj"
+    symbol = "_ZN7gradzip4cuda14abs_max_kernelIfEEvPKT_lPj"
     columns = "_ZN7gradzip4cuda22abs_max_columns_kernelENS0_12ColumnsTableE"
     (tmp_path / "sizes").write_text(f"{symbol}: 8 8 8\n{columns}: 8\n")
     queued = ["fill 4 0 0020000000000000", "launch 1 1 256 0 0010000000000000 e803000000000000 0020000000000000"]

@@ -1,6 +1,7 @@
 // Four neighbouring values per thread, 16 bytes per load or store if the memory is aligned.
 #pragma once
 
+#include "common/half.h"
 #include "cuda/block/block.cuh"
 
 namespace gradzip::cuda {
@@ -73,6 +74,49 @@ GZ_DEVICE void store4(int32_t* out, int64_t first, int64_t n, const int32_t* val
 #pragma unroll
   for (int j = 0; j < 4; ++j)
     if (first + j < n) out[first + j] = value[j];
+}
+
+// The same of 16-bit floats, 8 bytes per load or store if the memory is aligned.
+template <class T>
+GZ_DEVICE void load4(const T* x, int64_t first, int64_t n, float* value) {
+  static_assert(sizeof(T) == 2, "floats have overloads of their own");
+  if (first + 4 <= n && reinterpret_cast<uintptr_t>(x) % 8 == 0) {
+    const unsigned long long four = __ldg(reinterpret_cast<const unsigned long long*>(x + first));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) value[j] = to_float(T{uint16_t(four >> (16 * j))});
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    value[j] = first + j < n ? to_float(T{__ldg(reinterpret_cast<const uint16_t*>(x + first + j))}) : 0.0f;
+}
+
+// f(x[i]) once for each i < n, distributed over the grid.
+template <class T, class F>
+GZ_DEVICE void for_each_half(const T* x, int64_t n, F f) {
+#pragma unroll 4
+  for (int64_t first = 4 * grid_thread(); first < n; first += 4 * grid_threads()) {
+    float value[4];
+    load4(x, first, n, value);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (first + j < n) f(value[j]);
+  }
+}
+
+template <class T>
+GZ_DEVICE void store4(T* out, int64_t first, int64_t n, const float* value) {
+  static_assert(sizeof(T) == 2, "floats have overloads of their own");
+  if (first + 4 <= n && reinterpret_cast<uintptr_t>(out) % 8 == 0) {
+    unsigned long long four = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) four |= static_cast<unsigned long long>(rounded<T>(value[j]).bits) << (16 * j);
+    *reinterpret_cast<unsigned long long*>(out + first) = four;
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    if (first + j < n) out[first + j] = rounded<T>(value[j]);
 }
 
 // The value of elements that cannot be decoded, NaN: nobody may be reading the flag, and a non-finite average makes

@@ -8,8 +8,9 @@
 
 namespace gradzip::cuda {
 
+template <class T>
 struct Quantizer {
-  const float* x;
+  const T* x;
   int64_t n, bucket;
   int bits;
   Norm norm;
@@ -20,7 +21,8 @@ struct Quantizer {
 constexpr int kQuads = kMostTile / (4 * kBlock);  // of a tile per thread
 
 // Norms of the buckets of a tile; the first begins with the tile.
-GZ_DEVICE void tile_norms(const Quantizer& q, const float* tile, int count, int64_t first_bucket) {
+template <class T>
+GZ_DEVICE void tile_norms(const Quantizer<T>& q, const float* tile, int count, int64_t first_bucket) {
   const int bucket = int(q.bucket), buckets = (count + bucket - 1) / bucket;
   for (int first = warp() * kTeams; first < buckets; first += warps() * kTeams) {
     const int b = first + team(), begin = b * bucket;
@@ -33,8 +35,8 @@ GZ_DEVICE void tile_norms(const Quantizer& q, const float* tile, int count, int6
 // put(i, level, negative) for each four elements of a tile of `count` <= kMostTile elements, which begins at a multiple
 // of 8; levels past its end are 0. With kNorms the tile is whole buckets, and their norms are computed first, in the
 // shared memory `tile`, which put may overwrite.
-template <bool kNorms, class F>
-GZ_DEVICE void quantize_tile(const Quantizer& q, int64_t first, int count, float* tile, F put) {
+template <bool kNorms, class T, class F>
+GZ_DEVICE void quantize_tile(const Quantizer<T>& q, int64_t first, int count, float* tile, F put) {
   float value[kQuads][4];
   const int mine = 4 * int(threadIdx.x);
 #pragma unroll

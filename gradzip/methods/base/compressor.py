@@ -105,6 +105,10 @@ class Compressor(ABC):
     # Whether a group's gradients are compressed as one vector, rather than as a list of tensors of their own shapes.
     vectors = True
 
+    # Whether `reduce` takes parts of 16-bit floats, and whether averages are decoded to such gradients.
+    reads_half = False
+    writes_half = False
+
     # Whether `apply_uncompressed` is called.
     changes_uncompressed = False
 
@@ -217,13 +221,14 @@ class Compressor(ABC):
         numel = sum(math.prod(shapes[field]) for shapes in of_parameters for field in self.kept_fields)
         return 4 * (numel + sum(stop - start for start, stop in self.own_ranges(group)))
 
-    def memory_for(self, group: Group) -> Tensor:
-        """Uninitialized memory for the gradients of a group as one vector (float32), on a device, if they are not one.
+    def memory_for(self, group: Group, dtype: torch.dtype) -> Tensor:
+        """Uninitialized memory for the parts of a group, one after the other, on a device, if they are copies.
 
-        With error feedback, it is that of the next residual: what is compressed becomes that without a copy.
+        With error feedback, it is that of the next residual: what is compressed becomes that without a copy. 16-bit
+        floats do not.
         """
-        memory = torch.empty(group.numel, dtype=torch.float32, device=group.device)
-        if self.keeps_residual:
+        memory = torch.empty(group.numel, dtype=dtype, device=group.device)
+        if self.keeps_residual and dtype == torch.float32:
             group.state.next_residual = memory
         return memory
 
@@ -243,6 +248,7 @@ class Compressor(ABC):
                 torch.add(part, residual, out=out)
             group.parts = sums
         else:
+            group.parts = [part.float() for part in group.parts]  # which float32 ones are
             yield Local(add_all, group.device, (group.parts, residuals))
 
     @abstractmethod
@@ -309,14 +315,14 @@ class Compressor(ABC):
             max_abs = float((yield ToHost((yield Local(ops.abs_max_all, flat.device, flat)))))
         return Average(group.pieces(flat), max_abs)
 
-    def new_average(self, numel: int, device: torch.device) -> Tensor:
-        """Uninitialized memory for an average (float32, flat). On a CPU, the next call reuses it.
+    def new_average(self, numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Uninitialized memory for an average (flat). On a CPU, the next call reuses it.
 
         On a device it does not, because several averages wait for `with_max_abs` together.
         """
         if device.type == "cpu":
-            return self.workspace.empty("average", (numel,), torch.float32, device)
-        return torch.empty(numel, dtype=torch.float32, device=device)
+            return self.workspace.empty("average", (numel,), dtype, device)
+        return torch.empty(numel, dtype=dtype, device=device)
 
     # --- error feedback
 

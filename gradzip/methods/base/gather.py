@@ -37,7 +37,7 @@ Decoded = TypeVar("Decoded")
 class CodedSum(NamedTuple):
     """A weighted sum of payloads, to decode."""
 
-    outs: Sequence[Tensor]  # float32, contiguous: of the shapes of the parts that were encoded
+    outs: Sequence[Tensor]  # contiguous: of the shapes of the parts that were encoded; float32, or see `writes_half`
     payloads: Sequence[ops.Payload]
     weight: float
     add: bool = False  # to `outs`, rather than overwrite them
@@ -161,7 +161,7 @@ class GatherCompressor(Compressor):
 
         Args:
             payloads: of finite gradients.
-            outs: float32, contiguous: of the shapes of the parts.
+            outs: contiguous: of the shapes of the parts; float32, or as `writes_half` says.
             state: of the group, which may change. None for the owner of a partition, who encodes the average again.
         """
         yield from jointly(self._sum_each, outs[0].device, CodedSum(outs, payloads, 1.0 / len(payloads)))
@@ -208,7 +208,7 @@ class GatherCompressor(Compressor):
             yield Local(self._store_each, group.device, group)
         outs, flat = group.outs, None
         if outs is None:
-            flat = self.new_average(group.numel, group.device)
+            flat = self.new_average(group.numel, group.device, group.dtype)
             outs = group.pieces(flat)
         decoding = self.decode_all(average, outs, group.state)
         if flat is None or flat.nbytes <= TOGETHER_NBYTES:

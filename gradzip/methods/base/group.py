@@ -42,8 +42,9 @@ class Inspected(NamedTuple):
 class Group:
     """The gradients of a bucket that one method averages together. Planned once, by `plan_groups`.
 
-    A method sees its state and, in a step, what it compresses: `parts`, float32 and contiguous, which are one vector of
-    all gradients, or the gradients in their own shapes (`Compressor.vectors`).
+    A method sees its state and, in a step, what it compresses: `parts`, contiguous, which are one vector of all
+    gradients, or the gradients in their own shapes (`Compressor.vectors`). They are float32, or 16-bit floats as the
+    gradients are, if the method reads those (`Compressor.reads_half`).
 
     Complex gradients are never compressed: they are averaged as twice as many real numbers.
 
@@ -146,17 +147,24 @@ class Group:
         return [flat.view(self._joined_shape)] if self.method.vectors else pieces(flat, self.shapes_of_parts)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The type that averages are decoded to: 16-bit floats, as the gradients are, or float32."""
+        dtype = self.gradients[0].dtype
+        written = self.method.writes_half and dtype in ops.HALF and self.size <= ops.MOST_HALF_TERMS
+        return dtype if written else torch.float32
+
+    @property
     def target(self) -> Tensor | None:
-        """The gradients as one flat float32 vector, to write their averages to; None if they are not one in memory."""
-        return self._target if self._target is not None and self._target.dtype == torch.float32 else None
+        """The gradients as one flat vector of `dtype`, to write averages to; None if they are not one in memory."""
+        return self._target if self._target is not None and self._target.dtype == self.dtype else None
 
     @property
     def outs(self) -> list[Tensor] | None:
         """The gradients in the shapes of the parts, to write averages to; None if their memory is another."""
         if self.method.vectors:
-            target = self._target
-            return None if target is None or target.dtype != torch.float32 else [target.view(self._joined_shape)]
-        plain = all(g.dtype == torch.float32 and g.is_contiguous() for g in self.gradients)
+            target = self.target
+            return None if target is None else [target.view(self._joined_shape)]
+        plain = self.gradients[0].dtype == self.dtype and all(map(Tensor.is_contiguous, self.gradients))
         return self.gradients if plain else None
 
     def copies(self, averages: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -173,7 +181,7 @@ class Group:
 
     @contextlib.contextmanager
     def writing_to(self, flat: Tensor) -> Iterator[None]:
-        """Have `write` and `target` write to a flat float32 tensor in place of the gradients."""
+        """Have averages be written to a flat float32 tensor in place of the gradients."""
         gradients, target = self.gradients, self._target
         self.gradients = pieces(flat, self.shapes_of_parts)
         self._target = flat if self.method.vectors else None
@@ -320,25 +328,28 @@ class Group:
         self.culprits = [] if finite else self.names
 
     def _parts(self, own: list[Tensor]) -> list[Tensor]:
-        """What the method compresses, before the residual is added: float32 and contiguous."""
+        """What the method compresses, before the residual is added."""
+        dtype = own[0].dtype if self.method.reads_half and own[0].dtype in ops.HALF else torch.float32
         if not self.method.vectors:
-            return [gradient.float().contiguous() for gradient in own]
-        self._target = adjacent(own)
-        if self._target is not None and (self.target is not None or not self.on_device):
-            return [self._target.float().view(self._joined_shape)]
+            if not self.on_device or own[0].dtype == dtype:
+                return [gradient.to(dtype).contiguous() for gradient in own]
+        else:
+            self._target = adjacent(own)
+            if self._target is not None and (self._target.dtype == dtype or not self.on_device):
+                return [self._target.to(dtype).view(self._joined_shape)]
         if self.on_device:
-            memory = self.method.memory_for(self)
+            memory = self.method.memory_for(self, dtype)
             torch._foreach_copy_(pieces(memory, self.shapes_of_parts), own)  # one operation
-            return [memory.view(self._joined_shape)]
+            return self.pieces(memory)
         if self._memory is None or self._memory[0].device != self.device:
-            memory = torch.empty(self.numel, dtype=torch.float32, device=self.device)
+            memory = torch.empty(self.numel, dtype=dtype, device=self.device)
             self._memory = memory, pieces(memory, self.shapes_of_parts)
         memory, views = self._memory
         torch._foreach_copy_(views, own)
         return [memory.view(self._joined_shape)]
 
     def release_parts(self) -> None:
-        """Free what a method without error feedback has compressed, unless it is the gradients' memory."""
+        """Free what was compressed, unless it is the gradients' memory or the next residual."""
         if self.on_device:
             self.parts = []
 

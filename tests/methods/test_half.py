@@ -1,0 +1,74 @@
+"""16-bit gradients have the averages of the same numbers in float32, rounded once."""
+
+import pytest
+import torch
+
+import gradzip
+import kinds
+from contract import gradient
+
+SHAPES = {"a": (33, 41), "b": (16, 8, 3, 3), "c": (1, 1031)}
+NAMES = list(SHAPES)
+HALF = [torch.float16, torch.bfloat16]
+READERS = kinds.examples(lambda c: c.reads_half and not getattr(c, "exchange", None) == "auto")
+
+
+def grads_of(rank, step, dtype):
+    return {name: gradient(name, rank, step, shape).to(dtype) for name, shape in SHAPES.items()}
+
+
+def adjacent(grads):
+    """The same gradients, one after the other in memory."""
+    flat = torch.cat([g.reshape(-1) for g in grads.values()])
+    pieces = flat.split([g.numel() for g in grads.values()])
+    return {name: piece.view(SHAPES[name]) for name, piece in zip(grads, pieces)}
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("spec", kinds.params([*kinds.with_other_exchanges(READERS), "signsgd", "topk", "fft-range"]))
+def test_averages_are_those_in_float32_rounded_once(spec, size, dtype):
+    """Steps of a group, in one piece of memory or several; one step is skipped. Residuals are equal, too."""
+    half, wide = (gradzip.LocalGroup(gradzip.parse(spec), size) for _ in range(2))
+    for step in range(4):
+        grads = [grads_of(rank, step, dtype) for rank in range(size)]
+        if step == 2:
+            grads[-1]["b"].view(-1)[5] = torch.nan
+        expected = wide.step([{name: g.float() for name, g in of.items()} for of in grads])
+        got = half.step(list(map(adjacent, grads)) if step % 2 else grads)
+        for of_rank, wanted in zip(got, expected):
+            for name in NAMES:
+                exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
+                torch.testing.assert_close(of_rank[name], wanted[name].to(dtype), **exactly)
+            assert of_rank["b"].isnan().all() == (step == 2)
+    for one, other in zip(half.compressors, wide.compressors):
+        for name, state in one.states.items():
+            for field in ("residual", "owner_residual"):
+                mine, theirs = (getattr(s, field, None) for s in (state, other.states[name]))
+                assert (mine is None) == (theirs is None) and (mine is None or torch.equal(mine, theirs))
+
+
+@pytest.mark.parametrize("spec", ["block-float", "block-float:error_feedback=False", "qsgd:coding=packed", "natural"])
+def test_a_finite_average_that_float16_does_not_hold_skips_the_step(spec):
+    group = gradzip.LocalGroup(gradzip.parse(spec), 2)
+    grad = torch.full((64, 64), 65504.0).half()
+    group.average([grad.clone() * 0, grad.clone() * 0], "w")
+    state = group.compressors[0].states.get("w")
+    if state is not None and state.residual is not None:
+        state.residual.add_(1e6)
+    elif spec == "natural":
+        grad[0] = 40000.0  # may become 65536
+    else:
+        return  # no average exceeds the largest gradient
+    assert group.average([grad.clone(), grad.clone()], "w")[0].isnan().all()
+    assert group.compressors[0].last_step_skipped
+
+
+def test_a_residual_of_another_method_is_added_in_float32():
+    phases = gradzip.Phases({0: gradzip.TopK(theta=0.99), 1: gradzip.BlockFloat(error_feedback=False)})
+    half, wide = (gradzip.LocalGroup(phases, 2) for _ in range(2))
+    for step in range(3):
+        grads = [gradient("w", rank, step, (64, 48)).bfloat16() for rank in range(2)]
+        expected = wide.average([g.float() for g in grads], "w")[0]
+        assert torch.equal(half.average(grads, "w")[0], expected.bfloat16())
+    assert not expected.bfloat16().float().equal(expected)

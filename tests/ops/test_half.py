@@ -1,0 +1,109 @@
+"""Primitives of 16-bit floats: the bits of those of float32 numbers, and results that torch rounds."""
+
+import pytest
+import torch
+
+from gradzip import ops
+from reference import same_everywhere
+
+HALF = [torch.float16, torch.bfloat16]
+N = 70001
+
+
+def every(dtype):
+    """All numbers of a 16-bit type: infinities, NaNs and subnormal numbers, too."""
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def finite(dtype):
+    """Finite numbers of an odd count, whose memory is not aligned."""
+    x = every(dtype)
+    return x[x.isfinite()][1:]
+
+
+def same(got, expected):
+    return torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_readers_see_the_float32_numbers(dtype):
+    for x in (every(dtype), finite(dtype), finite(dtype)[:0]):
+        wide, residual = x.float(), torch.linspace(-3, 3, x.numel())
+
+        def of(x, residual=residual):
+            error = torch.empty(x.numel())
+            yield torch.nan_to_num(ops.abs_max_tensor(x), 7.0)  # NaN has other bits
+            yield ops.natural_encode(x[x.isfinite()], 5)[0]  # others have any code
+            for bits, key in ((8, 3), (4, None), (2, None)):
+                yield ops.block_float_encode(x, bits, 32, key, residual=residual, error=error)
+                yield error.clone()
+                yield ops.block_float_encode(x, bits, 4096, key)
+            for bits, bucket in ((4, 512), (8, 7), (12, 1 << 17)):
+                for norm in ("l2", "max"):
+                    yield from ops.quantize_packed(x, bits, bucket, norm, 3)
+            for norm in ("l2", "max", "l1"):
+                yield ops.bucket_norms(x, 1000, norm)
+                yield ops.bucket_norms(x, None, norm)
+
+        got = same_everywhere(lambda x=x: tuple(of(x)))
+        assert all(map(same, got, of(wide)))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_rows(dtype):
+    x = finite(dtype)[:50000].view(10, -1)
+    keys = list(range(10))
+    assert same(ops.block_float_encode_all(x, 4, 96, keys), ops.block_float_encode_all(x.float(), 4, 96, keys))
+    payloads = torch.zeros(2, 10, 4000, dtype=torch.uint8)
+    for of, to in zip((x, x.float()), payloads):
+        ops.quantize_packed_all(of, 4, 512, "l2", keys, to)
+    assert same(*payloads)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_sums_are_rounded_once(dtype):
+    """As torch rounds, ties to even: any float32, neighbours of representable numbers, and ties between them."""
+    near = finite(dtype).float()
+    bits = torch.randint(-(2**31), 2**31 - 1, (1 << 16,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    ties = (near[:-1].double() + near[1:].double()).div(2).float()
+    x = torch.cat([bits.view(torch.float32), near, near.nextafter(torch.tensor(9e9)), ties])
+    x = torch.cat([x[x.isfinite()], torch.tensor([65519.9, 65520.0, 3.4e38, 2**-24, 2**-25, 1.5 * 2**-25])])
+    blocks = torch.zeros(len(x), 36, dtype=torch.uint8)
+    blocks[:, :4], blocks[:, 4] = x.view(torch.uint8).view(-1, 4), 1  # the first element of a block is its step
+    ops.block_float_decode([blocks.view(-1)], got := torch.empty(32 * len(x), dtype=dtype), 8, 32)
+    assert same(got[::32].clone(), x.to(dtype))
+
+    xs = [10 * torch.randn(N, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    natural = [ops.natural_encode(x, i)[0] for i, x in enumerate(xs)]
+    levels = {(b, n): [ops.quantize_packed(x, b, n, "l2", i) for i, x in enumerate(xs)] for b, n in ((4, 512), (12, 7))}
+    rounded = [ops.block_float_encode(x, 8, 256, i) for i, x in enumerate(xs)]
+
+    def sums(dtype):
+        def of(decode, *arguments):
+            out = torch.empty(N + 1, dtype=dtype)[1:]
+            decode(*arguments[:1], out, *arguments[1:])
+            return out
+
+        yield of(ops.natural_decode_sum, natural, 0.3)
+        yield of(ops.natural_decode_sum, [], 0.3)
+        yield of(ops.block_float_decode_sum, rounded, 8, 256, 0.3)
+        yield of(ops.block_float_decode_sum, rounded, 8, 256, 0.3, xs[0])
+        for (bits, bucket), terms in levels.items():
+            yield of(ops.quantize_decode_sum, terms, bits, bucket, 0.3)
+
+    got = same_everywhere(lambda: tuple(sums(dtype)))
+    assert all(same(g, expected.to(dtype)) for g, expected in zip(got, sums(torch.float32), strict=True))
+
+
+def test_sums_that_would_be_rounded_twice_are_refused():
+    x, out = torch.randn(32), torch.zeros(32, dtype=torch.bfloat16)
+    natural, levels, blocks = ops.natural_encode(x)[0], ops.quantize_packed(x, 4), ops.block_float_encode(x, 8, 32)
+    for call in (
+        lambda: ops.natural_decode_sum([natural], out, add=True),
+        lambda: ops.natural_decode_sum([natural] * 241, out),
+        lambda: ops.quantize_decode_sum([levels] * 241, out, 4),
+        lambda: ops.quantize_decode_add(*levels, out, 4),
+        lambda: ops.block_float_decode_sum([blocks] * 241, out, 8, 32),
+    ):
+        with pytest.raises(ValueError, match="out: got torch.bfloat16, expected torch.float32"):
+            call()
