@@ -7,7 +7,7 @@
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "cpu/philox.h"
-#include "cpu/simd.h"
+#include "cpu/vectors.h"
 
 namespace gradzip::cpu {
 namespace {
@@ -22,12 +22,14 @@ constexpr int64_t kAhead = 2 * kDrawn;
 
 template <class T>
 void fetch(const T* x, int64_t begin, int64_t end) {
+#pragma GCC unroll 8
   for (int64_t i = begin; i < end; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(x + i);
 }
 
 // The bits of the largest |x|, which order as magnitudes do, with every NaN above infinity.
 GZ_INLINE uint32_t largest_body(const float* x, int n) {
   uint32_t most = 0;
+#pragma GCC unroll 4
   for (int i = 0; i < n; ++i) most = std::max(most, float_bits(x[i]) & 0x7fffffffu);
   return most;
 }
@@ -36,6 +38,7 @@ GZ_SIMD_DISPATCH(uint32_t, largest, (const float* x, int n), (x, n))
 // The same of x + residual, which is written to `sum`. sum may be x.
 GZ_INLINE uint32_t largest_sum_body(const float* x, const float* residual, int n, float* sum) {
   uint32_t most = 0;
+#pragma GCC unroll 4
   for (int i = 0; i < n; ++i) {
     const float value = x[i] + residual[i];
     sum[i] = value;
@@ -46,15 +49,42 @@ GZ_INLINE uint32_t largest_sum_body(const float* x, const float* residual, int n
 GZ_SIMD_DISPATCH(uint32_t, largest_sum, (const float* x, const float* residual, int n, float* sum),
                  (x, residual, n, sum))
 
-// error[i] = x[i] - the value of its code; error may be x, or null. draws: null rounds to nearest.
-template <bool kError, class Round>
+constexpr int kGroup = 32;  // elements whose codes are made together; a block has a multiple of it
+
+// Codes as bytes. Without the instructions named, AVX2 would clear what is above a byte, and order 8 at a time.
+template <int kBytes>
+GZ_INLINE void to_bytes(const int32_t* wide, int8_t* codes) {
+  if constexpr (kBytes == 32) {
+    const auto first = __builtin_ia32_packssdw256(load<32>(wide), load<32>(wide + 8));
+    const auto second = __builtin_ia32_packssdw256(load<32>(wide + 16), load<32>(wide + 24));
+    const auto halves = Vector<int32_t, 32>(__builtin_ia32_packsswb256(first, second));
+    const Vector<int32_t, 32> order = {0, 4, 1, 5, 2, 6, 3, 7};  // packing is within halves of a register
+    const auto bytes = __builtin_ia32_permvarsi256(halves, order);
+    std::memcpy(codes, &bytes, sizeof bytes);
+  } else {
+    for (int i = 0; i < kGroup; ++i) codes[i] = int8_t(wide[i]);
+  }
+}
+
+// error[i] = x[i] - the value of its code; error may be x, or null.
+template <int kBytes, bool kError, class Round>
 GZ_INLINE void codes_loop(const float* x, int n, float offset, float step, float* error, int8_t* codes, Round round) {
-  for (int i = 0; i < n; ++i) {
+  int i = 0;
+  for (; i + kGroup <= n; i += kGroup) {
+    int32_t wide[kGroup];
+    for (int j = 0; j < kGroup; ++j) wide[j] = round(i + j);
+    to_bytes<kBytes>(wide, codes + i);
+    if (kError)
+      for (int j = 0; j < kGroup; ++j) error[i + j] = x[i + j] - block_float_value(wide[j], offset, step);
+  }
+  for (; i < n; ++i) {
     const int32_t code = round(i);
     codes[i] = int8_t(code);
     if (kError) error[i] = x[i] - block_float_value(code, offset, step);
   }
 }
+// draws: null rounds to nearest.
+template <int kBytes>
 GZ_INLINE void codes_body(const float* x, int n, int bits, BlockScale scale, const uint16_t* draws, float* error,
                           int8_t* codes) {
   const float offset = block_float_offset(bits);
@@ -62,24 +92,24 @@ GZ_INLINE void codes_body(const float* x, int n, int bits, BlockScale scale, con
   const auto nearest = [&](int i) { return nearest_code(x[i], scale.inverse); };
   const auto stochastic = [&](int i) { return stochastic_code(x[i], scale.inverse, draws[i]); };
   if (bits == 2 && error)
-    codes_loop<true>(x, n, offset, scale.step, error, codes, half_step);
+    codes_loop<kBytes, true>(x, n, offset, scale.step, error, codes, half_step);
   else if (bits == 2)
-    codes_loop<false>(x, n, offset, scale.step, error, codes, half_step);
+    codes_loop<kBytes, false>(x, n, offset, scale.step, error, codes, half_step);
   else if (draws && error)
-    codes_loop<true>(x, n, offset, scale.step, error, codes, stochastic);
+    codes_loop<kBytes, true>(x, n, offset, scale.step, error, codes, stochastic);
   else if (draws)
-    codes_loop<false>(x, n, offset, scale.step, error, codes, stochastic);
+    codes_loop<kBytes, false>(x, n, offset, scale.step, error, codes, stochastic);
   else if (error)
-    codes_loop<true>(x, n, offset, scale.step, error, codes, nearest);
+    codes_loop<kBytes, true>(x, n, offset, scale.step, error, codes, nearest);
   else
-    codes_loop<false>(x, n, offset, scale.step, error, codes, nearest);
+    codes_loop<kBytes, false>(x, n, offset, scale.step, error, codes, nearest);
 }
-GZ_SIMD_DISPATCH(void, codes,
-                 (const float* x, int n, int bits, BlockScale scale, const uint16_t* draws, float* error,
-                  int8_t* codes),
-                 (x, n, bits, scale, draws, error, codes))
+GZ_SIMD_DISPATCH_BYTES(void, codes,
+                       (const float* x, int n, int bits, BlockScale scale, const uint16_t* draws, float* error,
+                        int8_t* codes),
+                       (x, n, bits, scale, draws, error, codes))
 
-// Two codes to a byte, and back. n is even.
+// Two codes to a byte. n is even.
 GZ_INLINE void pack_nibbles_body(const int8_t* codes, int n, uint8_t* packed) {
   for (int i = 0; i < n / 2; ++i) {
     uint16_t pair;
@@ -89,17 +119,7 @@ GZ_INLINE void pack_nibbles_body(const int8_t* codes, int n, uint8_t* packed) {
 }
 GZ_SIMD_DISPATCH(void, pack_nibbles, (const int8_t* codes, int n, uint8_t* packed), (codes, n, packed))
 
-GZ_INLINE void unpack_nibbles_body(const uint8_t* packed, int n, int8_t* codes) {
-  for (int i = 0; i < n / 2; ++i) {
-    // Subtracting 8 from each byte borrows from the next one unless its top bit is set, which is cleared again.
-    const uint16_t pair = uint16_t(((packed[i] & 0x0fu) | (packed[i] & 0xf0u) << 4) ^ 0x0808u);
-    const uint16_t code = uint16_t(((pair | 0x8080u) - 0x0808u) ^ 0x8080u);
-    std::memcpy(codes + 2 * i, &code, 2);
-  }
-}
-GZ_SIMD_DISPATCH(void, unpack_nibbles, (const uint8_t* packed, int n, int8_t* codes), (packed, n, codes))
-
-// Four codes to a byte, and back. n is a multiple of 4.
+// Four codes to a byte. n is a multiple of 4.
 GZ_INLINE void pack_pairs_body(const int8_t* codes, int n, uint8_t* packed) {
   for (int i = 0; i < n / 4; ++i) {
     uint32_t four;
@@ -110,25 +130,61 @@ GZ_INLINE void pack_pairs_body(const int8_t* codes, int n, uint8_t* packed) {
 }
 GZ_SIMD_DISPATCH(void, pack_pairs, (const int8_t* codes, int n, uint8_t* packed), (codes, n, packed))
 
-GZ_INLINE void unpack_pairs_body(const uint8_t* packed, int n, int8_t* codes) {
-  for (int i = 0; i < n / 4; ++i) {
-    const uint32_t byte = packed[i];
-    // Adding 2 modulo 4 orders the codes from -2 on; subtracting 2 from each byte borrows from none whose top bit is set.
-    const uint32_t four = ((byte | byte << 6 | byte << 12 | byte << 18) & 0x03030303u) ^ 0x02020202u;
-    const uint32_t code = ((four | 0x80808080u) - 0x02020202u) ^ 0x80808080u;
-    std::memcpy(codes + 4 * i, &code, 4);
+// The values of 8 codes, which are one word or less, and a register of AVX2: added to `start` unless that is null.
+template <int kBytes, int kBits>
+GZ_INLINE void eight_values(const uint8_t* coded, float step, const float* start, float* out) {
+  using Ints = Vector<int32_t, 32>;
+  using Floats = Vector<float, 32>;
+  Ints codes;
+  if constexpr (kBits == 8 && kBytes == 16) {
+    for (int i = 0; i < 8; ++i) codes[i] = int8_t(coded[i]);
+  } else if constexpr (kBits == 8) {
+    int64_t word;
+    std::memcpy(&word, coded, sizeof word);
+    codes = __builtin_ia32_pmovsxbd256(Vector<char, 16>(Vector<int64_t, 16>{word, 0}));
+  } else {
+    int32_t word = 0;
+    std::memcpy(&word, coded, kBits);
+    const Ints above = 32 - kBits - kBits * Ints{0, 1, 2, 3, 4, 5, 6, 7};
+    codes = (Ints{} + word) << above >> (32 - kBits);
   }
+  Floats values = __builtin_convertvector(codes, Floats);
+  if (kBits == 2) values += block_float_offset(kBits);
+  values *= step;
+  store<32>(out, start ? load<32>(start) + values : values);
 }
-GZ_SIMD_DISPATCH(void, unpack_pairs, (const uint8_t* packed, int n, int8_t* codes), (packed, n, codes))
-
-GZ_INLINE void values_body(const int8_t* codes, int n, float offset, float step, const float* start, float* out) {
+template <int kBytes, int kBits>
+GZ_INLINE void values_loop(const uint8_t* coded, int n, float step, const float* start, float* out) {
+  int i = 0;
+#pragma GCC unroll 4
+  for (; i + 8 <= n; i += 8, coded += kBits)
+    eight_values<kBytes, kBits>(coded, step, start ? start + i : nullptr, out + i);
+  if (i == n) return;
+  const size_t nbytes = size_t(n - i) * sizeof(float);
+  float rest[8] = {}, sums[8];
+  if (start) std::memcpy(rest, start + i, nbytes);
+  eight_values<kBytes, kBits>(coded, step, start ? rest : nullptr, sums);
+  std::memcpy(out + i, sums, nbytes);
+}
+template <int kBytes, int kBits>
+GZ_INLINE void values_of(const uint8_t* coded, int n, float step, const float* start, float* out) {
   if (start)
-    for (int i = 0; i < n; ++i) out[i] = start[i] + block_float_value(codes[i], offset, step);
+    values_loop<kBytes, kBits>(coded, n, step, start, out);
   else
-    for (int i = 0; i < n; ++i) out[i] = block_float_value(codes[i], offset, step);
+    values_loop<kBytes, kBits>(coded, n, step, nullptr, out);
 }
-GZ_SIMD_DISPATCH(void, values, (const int8_t* codes, int n, float offset, float step, const float* start, float* out),
-                 (codes, n, offset, step, start, out))
+template <int kBytes>
+GZ_INLINE void values_body(const uint8_t* coded, int n, int bits, float step, const float* start, float* out) {
+  if (bits == 8)
+    values_of<kBytes, 8>(coded, n, step, start, out);
+  else if (bits == 4)
+    values_of<kBytes, 4>(coded, n, step, start, out);
+  else
+    values_of<kBytes, 2>(coded, n, step, start, out);
+}
+GZ_SIMD_DISPATCH_BYTES(void, values,
+                       (const uint8_t* coded, int n, int bits, float step, const float* start, float* out),
+                       (coded, n, bits, step, start, out))
 
 template <class T>
 void encode(const T* x, const float* residual, int64_t rows, int64_t n, int64_t blocks, int bits, int64_t block,
@@ -137,45 +193,44 @@ void encode(const T* x, const float* residual, int64_t rows, int64_t n, int64_t 
   const int64_t chunk = std::max<int64_t>(1, kChunk / (together * block)) * together;
   const auto chunks = [&](int64_t) { return ceil_div(blocks, chunk); };
   parallel_table(rows, threads, chunks, [&](int64_t row, int64_t task) {
-    const int64_t begin = task * chunk, end = std::min(blocks, begin + chunk);
     const T* const own = x + row * n;
     const float* const own_residual = residual ? residual + row * n : nullptr;
+    float* const own_error = error ? error + row * n : nullptr;
     const uint64_t key = keys ? replay_key(keys[row], replays) : 0;
     uint32_t words[std::max(kLargestBlock, kDrawn) / 2];
     int8_t narrow[kLargestBlock];
-    float buffer[kLargestBlock];
-    for (int64_t b = begin; b < end; ++b) {
-      const int64_t first = b * block;
-      const int count = int(std::clamp<int64_t>(n - first, 0, block));
-      if ((b - begin) % together == 0 && count > 0) {
-        const int64_t ahead = std::min(n, first + kAhead), stop = std::min(n, ahead + together * block);
-        fetch(own, ahead, stop);
-        if (residual) fetch(own_residual, ahead, stop);
-        if (keys) philox_words(key, uint64_t(first) / 2, int(std::min(together, end - b) * block / 2), words);
+    float buffer[std::max(kLargestBlock, kDrawn)];
+    BlockScale scales[kDrawn / kGroup];
+    const int64_t last = std::min(blocks, (task + 1) * chunk);
+    for (int64_t begin = task * chunk; begin < last; begin += together) {
+      const int64_t end = std::min(last, begin + together), first = begin * block;
+      const auto count = [&](int64_t b) { return int(std::clamp<int64_t>(n - b * block, 0, block)); };
+      const int64_t ahead = std::min(n, first + kAhead), stop = std::min(n, ahead + together * block);
+      fetch(own, ahead, stop);
+      if (residual) fetch(own_residual, ahead, stop);
+      if (keys && first < n) philox_words(key, uint64_t(first) / 2, int((end - begin) * block / 2), words);
+      const int64_t length = std::clamp<int64_t>(n - first, 0, (end - begin) * block);
+      const float* from = as_floats(own + first, length, buffer) - first;
+      // Steps of all blocks first: the divisions of one take place while the next one is read.
+      for (int64_t b = begin, i = first; b < end; ++b, i += block)
+        scales[b - begin] = block_scale(
+            residual ? largest_sum(from + i, own_residual + i, count(b), own_error + i) : largest(from + i, count(b)),
+            bits, keys != nullptr);
+      const auto* draws = reinterpret_cast<const uint16_t*>(words);
+      for (int64_t b = begin, i = first; b < end; ++b, i += block, draws += block) {
+        const BlockScale scale = scales[b - begin];
+        const int filled = scale.finite ? count(b) : 0;
+        float* left = error ? own_error + i : nullptr;
+        uint8_t* to = payloads + (row * blocks + b) * record;
+        std::memcpy(to, &scale.step, 4);
+        to += 4;
+        int8_t* into = bits == 8 ? reinterpret_cast<int8_t*>(to) : narrow;
+        codes((residual ? own_error : from) + i, filled, bits, scale, keys ? draws : nullptr, left, into);
+        if (error && !scale.finite) std::fill_n(left, count(b), scale.step);
+        if (filled < block) std::memset(into + filled, 0, size_t(block - filled));
+        if (bits == 4) pack_nibbles(narrow, int(block), to);
+        if (bits == 2) pack_pairs(narrow, int(block), to);
       }
-      const float* from = as_floats(own + first, count, buffer);
-      float* left = error ? error + row * n + first : nullptr;
-      uint32_t most;
-      if (residual) {
-        most = largest_sum(from, own_residual + first, count, left);
-        from = left;
-      } else {
-        most = largest(from, count);
-      }
-      const BlockScale scale = block_scale(most, bits, keys != nullptr);
-      uint8_t* to = payloads + (row * blocks + b) * record;
-      std::memcpy(to, &scale.step, 4);
-      to += 4;
-      int8_t* into = bits == 8 ? reinterpret_cast<int8_t*>(to) : narrow;
-      const auto* draws = reinterpret_cast<const uint16_t*>(words) + (b - begin) % together * block;
-      if (scale.finite)
-        codes(from, count, bits, scale, keys ? draws : nullptr, left, into);
-      else if (error)
-        std::fill_n(left, count, scale.step);
-      const int filled = scale.finite ? count : 0;
-      std::memset(into + filled, 0, size_t(block - filled));
-      if (bits == 4) pack_nibbles(narrow, int(block), to);
-      if (bits == 2) pack_pairs(narrow, int(block), to);
     }
   });
 }
@@ -186,7 +241,6 @@ void decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_
   const int64_t record = block_float_nbytes(bits, block);
   parallel_chunks(shards * blocks, std::max<int64_t>(1, kChunk / block), threads,
                   [&](int64_t, int64_t begin, int64_t end) {
-                    int8_t narrow[kLargestBlock];
                     float buffer[kLargestBlock];
                     for (int64_t b = begin; b < end; ++b) {
                       const int64_t first = b * block, shard = b / blocks, at = (b - shard * blocks) * record;
@@ -198,11 +252,7 @@ void decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_
                         const uint8_t* coded = payloads[shard * each + i] + at;
                         float step;
                         std::memcpy(&step, coded, 4);
-                        coded += 4;
-                        if (bits == 4) unpack_nibbles(coded, int(block), narrow);
-                        if (bits == 2) unpack_pairs(coded, int(block), narrow);
-                        values(bits == 8 ? reinterpret_cast<const int8_t*>(coded) : narrow, count,
-                               block_float_offset(bits), weight * step, from, sum);
+                        values(coded + 4, count, bits, weight * step, from, sum);
                         from = sum;
                       }
                       write(sum, count, out + first);
@@ -215,16 +265,14 @@ void decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_
 void block_float_encode(const void* x, int dtype, const float* residual, int64_t rows, int64_t n, int64_t blocks,
                         int bits, int64_t block, const uint64_t* keys, const int64_t* replays, float* error,
                         uint8_t* payloads, int threads) {
-  typed(x, dtype, [&](auto* of) {
-    encode(of, residual, rows, n, blocks, bits, block, keys, replays, error, payloads, threads);
-  });
+  typed(x, dtype,
+        [&](auto* of) { encode(of, residual, rows, n, blocks, bits, block, keys, replays, error, payloads, threads); });
 }
 
 void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_t blocks, int64_t n,
                         int bits, int64_t block, float weight, const float* start, void* out, int dtype, int threads) {
-  typed(out, dtype, [&](auto* to) {
-    decode(payloads, shards, each, blocks, n, bits, block, weight, start, to, threads);
-  });
+  typed(out, dtype,
+        [&](auto* to) { decode(payloads, shards, each, blocks, n, bits, block, weight, start, to, threads); });
 }
 
 }  // namespace gradzip::cpu

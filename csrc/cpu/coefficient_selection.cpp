@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/bitmap.h"
@@ -49,29 +50,42 @@ GZ_INLINE int64_t keep_body(const Arrays& arrays, int64_t n, uint32_t low, uint8
   }
   return kept;
 }
-int64_t keep_scalar(const Arrays& arrays, int64_t n, uint32_t low, uint8_t* bitmap) {
+template <class Count>
+int64_t keep_arrays_scalar(const Arrays& arrays, Count, int64_t n, uint32_t low, uint8_t* bitmap) {
   return keep_body(arrays, n, low, bitmap);
 }
-GZ_AVX2 int64_t keep_avx2(const Arrays& arrays, int64_t n, uint32_t low, uint8_t* bitmap) {
+
+// Of 8 lanes, those whose bit is set, in order.
+struct Kept {
+  alignas(8) uint8_t lanes[256][8];
+  constexpr Kept() : lanes{} {
+    for (int bits = 0; bits < 256; ++bits)
+      for (int lane = 0, kept = 0; lane < 8; ++lane)
+        if (bits >> lane & 1) lanes[bits][kept++] = uint8_t(lane);
+  }
+};
+constexpr Kept kKept;
+
+template <class Count>
+GZ_AVX2 int64_t keep_arrays_avx2(const Arrays& arrays, Count, int64_t n, uint32_t low, uint8_t* bitmap) {
   const __m256i mask = _mm256_set1_epi32(int(kMagnitude)), below = _mm256_set1_epi32(int(low - 1));
   int64_t kept = 0, i = 0;
-  for (; i + 64 <= n; i += 64) {
-    uint64_t word = 0;
-    for (int j = 0; j < 64; j += 8) {
-      const __m256i key = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(arrays.of[0] + i + j));
-      const __m256i reach = _mm256_cmpgt_epi32(_mm256_and_si256(key, mask), below);
-      word |= uint64_t(uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(reach)))) << j;
-    }
-    std::memcpy(bitmap + i / 8, &word, 8);
-    for (; word; word &= word - 1, ++kept)
-      for (int a = 0; a < arrays.count; ++a) arrays.to[a][kept] = arrays.of[a][i + __builtin_ctzll(word)];
+  for (; i + 8 <= n; i += 8) {
+    const __m256i key = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(arrays.of[0] + i));
+    const __m256i reach = _mm256_cmpgt_epi32(_mm256_and_si256(key, mask), below);
+    const auto bits = uint8_t(_mm256_movemask_ps(_mm256_castsi256_ps(reach)));
+    const __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(kKept.lanes[bits])));
+    bitmap[i / 8] = bits;
+    for (int a = 0; a < Count::value; ++a)
+      _mm256_storeu_ps(arrays.to[a] + kept, _mm256_permutevar8x32_ps(_mm256_loadu_ps(arrays.of[a] + i), lanes));
+    kept += __builtin_popcount(bits);
   }
   Arrays rest = arrays;
-  for (int a = 0; a < arrays.count; ++a) rest.of[a] += i, rest.to[a] += kept;
+  for (int a = 0; a < Count::value; ++a) rest.of[a] += i, rest.to[a] += kept;
   return kept + keep_body(rest, n - i, low, bitmap + i / 8);
 }
-template <int kArrays>
-GZ_AVX512 GZ_INLINE int64_t keep_arrays(const Arrays& arrays, int64_t n, uint32_t low, uint8_t* bitmap) {
+template <class Count>
+GZ_AVX512 int64_t keep_arrays_avx512(const Arrays& arrays, Count, int64_t n, uint32_t low, uint8_t* bitmap) {
   const __m512i mask = _mm512_set1_epi32(int(kMagnitude)), at = _mm512_set1_epi32(int(low));
   int64_t kept = 0;
   for (int64_t i = 0; i < n; i += 16) {
@@ -80,7 +94,7 @@ GZ_AVX512 GZ_INLINE int64_t keep_arrays(const Arrays& arrays, int64_t n, uint32_
     const __m512i key = _mm512_maskz_loadu_epi32(valid, arrays.of[0] + i);
     const __mmask16 reach = _mm512_mask_cmpge_epu32_mask(valid, _mm512_and_si512(key, mask), at);
     _mm512_storeu_si512(arrays.to[0] + kept, _mm512_maskz_compress_epi32(reach, key));
-    for (int a = 1; a < kArrays; ++a)
+    for (int a = 1; a < Count::value; ++a)
       _mm512_storeu_ps(arrays.to[a] + kept,
                        _mm512_maskz_compress_ps(reach, _mm512_maskz_loadu_ps(valid, arrays.of[a] + i)));
     const auto bits = uint16_t(reach);
@@ -89,18 +103,20 @@ GZ_AVX512 GZ_INLINE int64_t keep_arrays(const Arrays& arrays, int64_t n, uint32_
   }
   return kept;
 }
-GZ_AVX512 int64_t keep_avx512(const Arrays& arrays, int64_t n, uint32_t low, uint8_t* bitmap) {
+template <class Count>
+GZ_SIMD_SELECT(int64_t, keep_arrays, (const Arrays& arrays, Count count, int64_t n, uint32_t low, uint8_t* bitmap),
+               (arrays, count, n, low, bitmap))
+
+int64_t keep(const Arrays& arrays, int64_t n, uint32_t low, uint8_t* bitmap) {
   switch (arrays.count) {
     case 1:
-      return keep_arrays<1>(arrays, n, low, bitmap);
+      return keep_arrays(arrays, std::integral_constant<int, 1>(), n, low, bitmap);
     case 2:
-      return keep_arrays<2>(arrays, n, low, bitmap);
+      return keep_arrays(arrays, std::integral_constant<int, 2>(), n, low, bitmap);
     default:
-      return keep_arrays<3>(arrays, n, low, bitmap);
+      return keep_arrays(arrays, std::integral_constant<int, 3>(), n, low, bitmap);
   }
 }
-GZ_SIMD_SELECT(int64_t, keep, (const Arrays& arrays, int64_t n, uint32_t low, uint8_t* bitmap),
-               (arrays, n, low, bitmap))
 
 // Clears the bits of a bitmap's set bits that `kept` does not have: bit j of `kept` stands for the j-th set bit.
 GZ_INLINE void thin_out_body(uint8_t* bitmap, int64_t n, const uint8_t* kept) {
@@ -113,8 +129,7 @@ GZ_INLINE void thin_out_body(uint8_t* bitmap, int64_t n, const uint8_t* kept) {
   }
 }
 void thin_out_scalar(uint8_t* bitmap, int64_t n, const uint8_t* kept) { thin_out_body(bitmap, n, kept); }
-GZ_AVX2 void thin_out_avx2(uint8_t* bitmap, int64_t n, const uint8_t* kept) { thin_out_body(bitmap, n, kept); }
-GZ_AVX512 void thin_out_avx512(uint8_t* bitmap, int64_t n, const uint8_t* kept) {
+GZ_AVX2 void thin_out_avx2(uint8_t* bitmap, int64_t n, const uint8_t* kept) {
   int64_t position = 0;
   for (int64_t i = 0; i < n; i += 64) {
     const uint64_t word = load_word(bitmap, i, n);
@@ -125,6 +140,7 @@ GZ_AVX512 void thin_out_avx512(uint8_t* bitmap, int64_t n, const uint8_t* kept) 
     position += __builtin_popcountll(word);
   }
 }
+void thin_out_avx512(uint8_t* bitmap, int64_t n, const uint8_t* kept) { thin_out_avx2(bitmap, n, kept); }
 GZ_SIMD_SELECT(void, thin_out, (uint8_t* bitmap, int64_t n, const uint8_t* kept), (bitmap, n, kept))
 
 struct Counts {

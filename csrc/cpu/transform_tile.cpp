@@ -1,15 +1,15 @@
-// A tile is transformed 16 rows at a time, a row to a lane, so that its coefficients stay in the L1 cache.
+// A tile is transformed 16 rows at a time, a row to a lane of one register or several, so that its coefficients stay in the
+// L1 cache.
 #include "cpu/transform_tile.h"
 
 #include <cstring>
 
-#include "cpu/lanes.h"
-#include "cpu/simd.h"
+#include "cpu/vectors.h"
 
 namespace gradzip::cpu {
 namespace {
 
-constexpr int kRows = int(kFloats);  // transformed together
+constexpr int kRows = 16;  // transformed together: they fill cache lines of coefficients
 constexpr Twiddles kTwiddles;
 
 // Memory to prefetch, a few lines at a time between other work: a processor has few requests under way at a time.
@@ -21,26 +21,36 @@ struct Ahead {
   }
 };
 
-// --- rows to lanes and back: slots[slot[e]] has element e of every row
+// --- rows to lanes and back: of each kLanes rows in turn, slots[slot[e]] has element e
 
 struct Rows {
   int count, length;  // count <= kRows; the other lanes are 0
   const uint16_t* slot;
+
+  // The place of element e of the rows from row r on.
+  template <int kLanes>
+  GZ_INLINE int64_t place(int r, int e) const {
+    return (r / kLanes * length + slot[e]) * kLanes + r % kLanes;
+  }
 };
 
-void load_rows_scalar(const float* x, const Rows& rows, Ahead& ahead, Floats* slots) {
-  auto* to = reinterpret_cast<float*>(slots);
-  if (rows.count < kRows) std::memset(slots, 0, size_t(rows.length) * sizeof(Floats));
+template <int kLanes>
+GZ_INLINE void load_each(const float* x, const Rows& rows, Ahead& ahead, float* slots) {
+  if (rows.count < kRows) std::memset(slots, 0, size_t(rows.length) * kRows * sizeof(float));
   for (int e = 0; e < rows.length; ++e) {
-    for (int r = 0; r < rows.count; ++r) to[rows.slot[e] * kRows + r] = x[r * rows.length + e];
+    for (int r = 0; r < rows.count; ++r) slots[rows.place<kLanes>(r, e)] = x[r * rows.length + e];
     ahead.prefetch(1);
   }
 }
-void store_rows_scalar(const Floats* slots, const Rows& rows, float* x) {
-  const auto* from = reinterpret_cast<const float*>(slots);
+template <int kLanes>
+GZ_INLINE void store_each(const float* slots, const Rows& rows, float* x) {
   for (int r = 0; r < rows.count; ++r)
-    for (int e = 0; e < rows.length; ++e) x[r * rows.length + e] = from[rows.slot[e] * kRows + r];
+    for (int e = 0; e < rows.length; ++e) x[r * rows.length + e] = slots[rows.place<kLanes>(r, e)];
 }
+void load_rows_scalar(const float* x, const Rows& rows, Ahead& ahead, float* slots) {
+  load_each<4>(x, rows, ahead, slots);
+}
+void store_rows_scalar(const float* slots, const Rows& rows, float* x) { store_each<4>(slots, rows, x); }
 
 // 8 x 8 floats.
 GZ_AVX2 GZ_INLINE void transpose(__m256 (&v)[8]) {
@@ -61,27 +71,38 @@ GZ_AVX2 GZ_INLINE void transpose(__m256 (&v)[8]) {
   for (int j = 0; j < 8; ++j) v[j] = t[j];
 }
 
-GZ_AVX2 void load_rows_avx2(const float* x, const Rows& rows, Ahead& ahead, Floats* slots) {
-  if (rows.count < kRows || rows.length % 8) return load_rows_scalar(x, rows, ahead, slots);
-  auto* to = reinterpret_cast<float*>(slots);
-  for (int e = 0; e < rows.length; e += 8)
-    for (int half = 0; half < kRows; half += 8, ahead.prefetch(1)) {
+GZ_AVX2 void load_rows_avx2(const float* x, const Rows& rows, Ahead& ahead, float* slots) {
+  if (rows.count < kRows) return load_each<8>(x, rows, ahead, slots);
+  for (int first = 0; first < kRows; first += 8) {
+    const float* from = x + first * rows.length;
+    int e = 0;
+    for (; e + 8 <= rows.length; e += 8, ahead.prefetch(1)) {
       __m256 v[8];
-      for (int r = 0; r < 8; ++r) v[r] = _mm256_loadu_ps(x + (half + r) * rows.length + e);
+      for (int r = 0; r < 8; ++r) v[r] = _mm256_loadu_ps(from + r * rows.length + e);
       transpose(v);
-      for (int i = 0; i < 8; ++i) _mm256_storeu_ps(to + rows.slot[e + i] * kRows + half, v[i]);
+      for (int i = 0; i < 8; ++i) _mm256_storeu_ps(slots + rows.place<8>(first, e + i), v[i]);
     }
+    for (; e < rows.length; ++e, ahead.prefetch(1)) {
+      const auto of = [&](int r) { return from[r * rows.length + e]; };
+      _mm256_storeu_ps(slots + rows.place<8>(first, e),
+                       _mm256_setr_ps(of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)));
+    }
+  }
 }
-GZ_AVX2 void store_rows_avx2(const Floats* slots, const Rows& rows, float* x) {
-  if (rows.count < kRows || rows.length % 8) return store_rows_scalar(slots, rows, x);
-  const auto* from = reinterpret_cast<const float*>(slots);
-  for (int e = 0; e < rows.length; e += 8)
-    for (int half = 0; half < kRows; half += 8) {
+GZ_AVX2 void store_rows_avx2(const float* slots, const Rows& rows, float* x) {
+  if (rows.count < kRows) return store_each<8>(slots, rows, x);
+  for (int first = 0; first < kRows; first += 8) {
+    float* to = x + first * rows.length;
+    int e = 0;
+    for (; e + 8 <= rows.length; e += 8) {
       __m256 v[8];
-      for (int i = 0; i < 8; ++i) v[i] = _mm256_loadu_ps(from + rows.slot[e + i] * kRows + half);
+      for (int i = 0; i < 8; ++i) v[i] = _mm256_loadu_ps(slots + rows.place<8>(first, e + i));
       transpose(v);
-      for (int r = 0; r < 8; ++r) _mm256_storeu_ps(x + (half + r) * rows.length + e, v[r]);
+      for (int r = 0; r < 8; ++r) _mm256_storeu_ps(to + r * rows.length + e, v[r]);
     }
+    for (; e < rows.length; ++e)
+      for (int r = 0; r < 8; ++r) to[r * rows.length + e] = slots[rows.place<8>(first, e) + r];
+  }
 }
 
 // 16 x 16 floats.
@@ -136,9 +157,8 @@ GZ_AVX512 GZ_INLINE void permute_thirds(__m512& a, __m512& b, __m512& c, const i
   a = out[0], b = out[1], c = out[2];
 }
 
-GZ_AVX512 void load_rows_avx512(const float* x, const Rows& rows, Ahead& ahead, Floats* slots) {
-  auto* to = reinterpret_cast<float*>(slots);
-  const auto place = [&](int e) { return to + rows.slot[e] * kRows; };
+GZ_AVX512 void load_rows_avx512(const float* x, const Rows& rows, Ahead& ahead, float* slots) {
+  const auto place = [&](int e) { return slots + rows.place<kRows>(0, e); };
   if (rows.count == kRows && rows.length == 9) {
     __m512 v[9];
     for (int i = 0; i < 9; ++i) v[i] = _mm512_loadu_ps(x + 16 * i);
@@ -163,9 +183,8 @@ GZ_AVX512 void load_rows_avx512(const float* x, const Rows& rows, Ahead& ahead, 
   }
 }
 
-GZ_AVX512 void store_rows_avx512(const Floats* slots, const Rows& rows, float* x) {
-  const auto* from = reinterpret_cast<const float*>(slots);
-  const auto place = [&](int e) { return from + rows.slot[e] * kRows; };
+GZ_AVX512 void store_rows_avx512(const float* slots, const Rows& rows, float* x) {
+  const auto place = [&](int e) { return slots + rows.place<kRows>(0, e); };
   if (rows.count == kRows && rows.length == 9) {
     __m512 v[9];
     for (int e = 0; e < 9; ++e) v[e] = _mm512_loadu_ps(place(e));
@@ -180,18 +199,24 @@ GZ_AVX512 void store_rows_avx512(const Floats* slots, const Rows& rows, float* x
       for (int r = 0; r < 16; ++r) _mm512_storeu_ps(x + r * rows.length + e, v[r]);
     }
   } else {
-    store_rows_scalar(slots, rows, x);
+    store_each<kRows>(slots, rows, x);
   }
 }
 
-GZ_SIMD_SELECT(void, load_rows, (const float* x, const Rows& rows, Ahead& ahead, Floats* slots),
-               (x, rows, ahead, slots))
-GZ_SIMD_SELECT(void, store_rows, (const Floats* slots, const Rows& rows, float* x), (slots, rows, x))
+GZ_SIMD_SELECT(void, load_rows, (const float* x, const Rows& rows, Ahead& ahead, float* slots), (x, rows, ahead, slots))
+GZ_SIMD_SELECT(void, store_rows, (const float* slots, const Rows& rows, float* x), (slots, rows, x))
 
-// --- the transforms of 16 rows, in place
+// --- the transforms of the rows in a register, in place. Of a vector of 64 bytes, g++ would make several registers for AVX2,
+// but copy it by 16 bytes, and wait for these to be stored before they are read as registers.
+
+// The stages for which 2^stages complex numbers stay in registers, of which AVX-512 has 32 and the others 16.
+template <int kBytes>
+constexpr int register_stages() {
+  return kBytes == 64 ? 3 : 2;
+}
 
 // 2^kStages elements at a time, so that they stay in registers for the stages half, 2 half, ..., 2^(kStages - 1) half.
-template <int kStages, bool kInverse, bool kFirst>
+template <int kStages, bool kInverse, bool kFirst, class Floats>
 GZ_INLINE void fourier_group(Floats* z, int half, int j) {
   constexpr int kMany = 1 << kStages;
   Floats v[kMany][2];
@@ -213,7 +238,7 @@ GZ_INLINE void fourier_group(Floats* z, int half, int j) {
   for (int i = 0; i < kMany; ++i) z[2 * i * half] = v[i][0], z[2 * i * half + 1] = v[i][1];
 }
 
-template <int kStages, bool kInverse>
+template <int kStages, bool kInverse, class Floats>
 GZ_INLINE void fourier_pass(Floats* z, int numbers, int half, Ahead& ahead) {
   const int step = half << kStages;
   for (int first = 0; first < numbers; first += step, ahead.prefetch(2))
@@ -222,6 +247,7 @@ GZ_INLINE void fourier_pass(Floats* z, int numbers, int half, Ahead& ahead) {
     for (int first = j; first < numbers; first += step) fourier_group<kStages, kInverse, false>(z + 2 * first, half, j);
 }
 
+template <class Floats>
 GZ_INLINE void untangle_all(Floats* z, int length, bool inverse) {
   const int numbers = length / 2;
   const float factor = half_factor(length);
@@ -236,12 +262,13 @@ GZ_INLINE void untangle_all(Floats* z, int length, bool inverse) {
   }
 }
 
+template <class Floats>
 GZ_INLINE void reflect_all(Floats* z, int length) {
   for (int k = 1; k < length / 2; ++k) reflect(z + 2 * k, twiddle(kTwiddles.of, k, 2 * length));
 }
 
 // The separable DCT, with lengths that the compiler knows: the elements stay in registers.
-template <int kLength, bool kInverse>
+template <int kLength, bool kInverse, class Floats>
 GZ_INLINE void square_kernel(Floats* z) {
   Floats v[kLength * kLength];
   for (int i = 0; i < kLength * kLength; ++i) v[i] = z[i];
@@ -259,7 +286,7 @@ GZ_INLINE void square_kernel(Floats* z) {
   for (int i = 0; i < kLength * kLength; ++i) z[i] = v[i];
 }
 
-template <bool kInverse>
+template <bool kInverse, class Floats>
 GZ_INLINE void separable(const Transform& t, Floats* z) {
   if (t.length == 9 && t.axes[0] == 3 && t.axes[1] == 3) return square_kernel<3, kInverse>(z);
   int stride = kInverse ? 1 : t.length;
@@ -291,60 +318,77 @@ struct Planes {
   int64_t after_rows(const Transform& t, int64_t i) const { return t.group == 1 ? i : i / 2 + i % 2 * groups; }
 };
 
-// Transforms `count` rows of a tile, from the slots z to their planes; `out` is the place of the first row in plane 0.
-GZ_INLINE void forward_rows_body(const Transform& t, Floats* z, const Planes& planes, int count, Ahead& ahead,
+// Transforms `count` rows of a tile, from the slots to their planes; `out` is the place of the first row in plane 0.
+template <int kBytes>
+GZ_INLINE void forward_rows_body(const Transform& t, float* slots, const Planes& planes, int count, Ahead& ahead,
                                  float* out) {
-  if (t.uses_fourier()) {
-    const int numbers = t.length / 2;
-    int half = 1;
-    for (; 8 * half <= numbers; half *= 8) fourier_pass<3, false>(z, numbers, half, ahead);
-    if (4 * half == numbers) fourier_pass<2, false>(z, numbers, half, ahead);
-    if (2 * half == numbers) fourier_pass<1, false>(z, numbers, half, ahead);
-    untangle_all(z, t.length, false);
-    if (t.long_dct()) reflect_all(z, t.length);
-  } else if (t.kind == TransformKind::dct) {
-    separable<false>(t, z);
+  constexpr int kLanes = kBytes / 4, kStages = register_stages<kBytes>();
+  auto* const rows = reinterpret_cast<Vector<float, kBytes>*>(slots);
+  for (auto* z = rows; z < rows + kRows / kLanes * t.length; z += t.length) {
+    if (t.uses_fourier()) {
+      const int numbers = t.length / 2;
+      int half = 1;
+      for (; half << kStages <= numbers; half <<= kStages) fourier_pass<kStages, false>(z, numbers, half, ahead);
+      if (kStages == 3 && 4 * half == numbers) fourier_pass<2, false>(z, numbers, half, ahead);
+      if (2 * half == numbers) fourier_pass<1, false>(z, numbers, half, ahead);
+      untangle_all(z, t.length, false);
+      if (t.long_dct()) reflect_all(z, t.length);
+    } else if (t.kind == TransformKind::dct) {
+      separable<false>(t, z);
+    }
   }
   for (int s = 0; s < t.length; ++s) {
     float* to = out + planes.of[s];
     ahead.prefetch(1);
-    if (count == kRows)
-      store(to, z[s]);
-    else
-      std::memcpy(to, &z[s], size_t(count) * sizeof(float));
+    for (int r = 0; r < kRows; r += kLanes) {
+      const auto& from = rows[r / kLanes * t.length + s];
+      if (count == kRows)
+        store<kBytes>(to + r, from);
+      else if (r < count)
+        std::memcpy(to + r, &from, size_t(std::min(count - r, kLanes)) * sizeof(float));
+    }
   }
 }
-GZ_SIMD_DISPATCH(void, forward_rows,
-                 (const Transform& t, Floats* z, const Planes& planes, int count, Ahead& ahead, float* out),
-                 (t, z, planes, count, ahead, out))
+GZ_SIMD_DISPATCH_BYTES(void, forward_rows,
+                       (const Transform& t, float* slots, const Planes& planes, int count, Ahead& ahead, float* out),
+                       (t, slots, planes, count, ahead, out))
 
-// The inverse, from their planes to the slots z.
-GZ_INLINE void inverse_rows_body(const Transform& t, const float* in, const Planes& planes, int count, Floats* z) {
+// The inverse, from their planes to the slots.
+template <int kBytes>
+GZ_INLINE void inverse_rows_body(const Transform& t, const float* in, const Planes& planes, int count, float* slots) {
+  constexpr int kLanes = kBytes / 4, kStages = register_stages<kBytes>();
+  auto* const rows = reinterpret_cast<Vector<float, kBytes>*>(slots);
   for (int s = 0; s < t.length; ++s) {
     const float* from = in + planes.of[s];
-    if (count == kRows) {
-      z[s] = load(from);
-    } else {
-      z[s] = Floats{};
-      std::memcpy(&z[s], from, size_t(count) * sizeof(float));
+    for (int r = 0; r < kRows; r += kLanes) {
+      auto& to = rows[r / kLanes * t.length + s];
+      if (count == kRows) {
+        to = load<kBytes>(from + r);
+      } else {
+        to = Vector<float, kBytes>{};
+        if (r < count) std::memcpy(&to, from + r, size_t(std::min(count - r, kLanes)) * sizeof(float));
+      }
     }
   }
   Ahead ahead{nullptr, nullptr};
-  if (t.uses_fourier()) {
-    const int numbers = t.length / 2;
-    if (t.long_dct()) reflect_all(z, t.length);
-    untangle_all(z, t.length, true);
-    int eights = 1;
-    while (8 * eights <= numbers) eights *= 8;
-    if (4 * eights == numbers) fourier_pass<2, true>(z, numbers, eights, ahead);
-    if (2 * eights == numbers) fourier_pass<1, true>(z, numbers, eights, ahead);
-    for (int half = eights / 8; half >= 1; half /= 8) fourier_pass<3, true>(z, numbers, half, ahead);
-  } else if (t.kind == TransformKind::dct) {
-    separable<true>(t, z);
+  for (auto* z = rows; z < rows + kRows / kLanes * t.length; z += t.length) {
+    if (t.uses_fourier()) {
+      const int numbers = t.length / 2;
+      if (t.long_dct()) reflect_all(z, t.length);
+      untangle_all(z, t.length, true);
+      int half = 1;
+      while (half << kStages <= numbers) half <<= kStages;
+      if (kStages == 3 && 4 * half == numbers) fourier_pass<2, true>(z, numbers, half, ahead);
+      if (2 * half == numbers) fourier_pass<1, true>(z, numbers, half, ahead);
+      for (half >>= kStages; half >= 1; half >>= kStages) fourier_pass<kStages, true>(z, numbers, half, ahead);
+    } else if (t.kind == TransformKind::dct) {
+      separable<true>(t, z);
+    }
   }
 }
-GZ_SIMD_DISPATCH(void, inverse_rows, (const Transform& t, const float* in, const Planes& planes, int count, Floats* z),
-                 (t, in, planes, count, z))
+GZ_SIMD_DISPATCH_BYTES(void, inverse_rows,
+                       (const Transform& t, const float* in, const Planes& planes, int count, float* slots),
+                       (t, in, planes, count, slots))
 
 }  // namespace
 
@@ -354,12 +398,12 @@ void forward_tile(const Transform& t, const float* x, int64_t count, float* coef
     return;
   }
   const Planes planes(t, count);
-  alignas(64) Floats z[kMostLength];
+  alignas(64) float slots[kMostLength * kRows];
   for (int64_t r = 0; r < planes.rows; r += kRows) {
     const Rows some{int(std::min<int64_t>(planes.rows - r, kRows)), t.length, t.slot};
     Ahead ahead{x + r * t.length + kTransformAhead, x + (r + some.count) * t.length + kTransformAhead};
-    load_rows(x + r * t.length, some, ahead, z);
-    forward_rows(t, z, planes, some.count, ahead, coefficients + r);
+    load_rows(x + r * t.length, some, ahead, slots);
+    forward_rows(t, slots, planes, some.count, ahead, coefficients + r);
   }
   for (int64_t i = planes.rows * t.length; i < planes.groups * t.group; ++i)
     coefficients[planes.after_rows(t, i)] = i < count ? x[i] : 0.0f;
@@ -371,11 +415,11 @@ void inverse_tile(const Transform& t, const float* coefficients, int64_t count, 
     return;
   }
   const Planes planes(t, count);
-  alignas(64) Floats z[kMostLength];
+  alignas(64) float slots[kMostLength * kRows];
   for (int64_t r = 0; r < planes.rows; r += kRows) {
     const Rows some{int(std::min<int64_t>(planes.rows - r, kRows)), t.length, t.slot};
-    inverse_rows(t, coefficients + r, planes, some.count, z);
-    store_rows(z, some, x + r * t.length);
+    inverse_rows(t, coefficients + r, planes, some.count, slots);
+    store_rows(slots, some, x + r * t.length);
   }
   for (int64_t i = planes.rows * t.length; i < count; ++i) x[i] = coefficients[planes.after_rows(t, i)];
 }
