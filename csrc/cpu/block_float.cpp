@@ -210,11 +210,11 @@ void encode(const T* x, const float* residual, int64_t rows, int64_t n, int64_t 
       if (residual) fetch(own_residual, ahead, stop);
       if (keys && first < n) philox_words(key, uint64_t(first) / 2, int((end - begin) * block / 2), words);
       const int64_t length = std::clamp<int64_t>(n - first, 0, (end - begin) * block);
-      const float* from = as_floats(own + first, length, buffer) - first;
+      const float* from = as_floats(own + first, length, buffer);
       // Steps of all blocks first: the divisions of one take place while the next one is read.
       for (int64_t b = begin, i = first; b < end; ++b, i += block)
         scales[b - begin] = block_scale(
-            residual ? largest_sum(from + i, own_residual + i, count(b), own_error + i) : largest(from + i, count(b)),
+            residual ? largest_sum(from + (i - first), own_residual + i, count(b), own_error + i) : largest(from + (i - first), count(b)),
             bits, keys != nullptr);
       const auto* draws = reinterpret_cast<const uint16_t*>(words);
       for (int64_t b = begin, i = first; b < end; ++b, i += block, draws += block) {
@@ -225,7 +225,7 @@ void encode(const T* x, const float* residual, int64_t rows, int64_t n, int64_t 
         std::memcpy(to, &scale.step, 4);
         to += 4;
         int8_t* into = bits == 8 ? reinterpret_cast<int8_t*>(to) : narrow;
-        codes((residual ? own_error : from) + i, filled, bits, scale, keys ? draws : nullptr, left, into);
+        codes(residual ? own_error + i : from + (i - first), filled, bits, scale, keys ? draws : nullptr, left, into);
         if (error && !scale.finite) std::fill_n(left, count(b), scale.step);
         if (filled < block) std::memset(into + filled, 0, size_t(block - filled));
         if (bits == 4) pack_nibbles(narrow, int(block), to);

@@ -377,7 +377,8 @@ def feedback_steps(rank, size):
         opt.zero_grad()
         backward(named, rank)
         opt.synchronize()
-    return [p.grad.clone() for _, p in named], compressor.traffic.bytes_sent, compressor.traffic.bytes_dense
+    traffic = compressor.traffic
+    return [p.grad.clone() for _, p in named], traffic.bytes_sent, traffic.bytes_dense, traffic.bytes_wire
 
 
 # Compression, options of the optimizer, and whether a GradScaler is used. Parameters have weight decays of their own.

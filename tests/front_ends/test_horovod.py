@@ -310,10 +310,11 @@ def test_error_feedback_and_schedule_over_steps(world):
             group.average([gradient(r, *s, index=i) for r in range(size)], f"layer{i}")[0]
             for i, s in enumerate([(64, 64), (300,)])
         ]
-    for got, sent, dense in results["feedback_steps"]:
+    for got, sent, dense, on_the_wire in results["feedback_steps"]:
         assert_same([got], averages)
         # Horovod also all-reduces one number for each gradient and step.
         assert sent == group.bytes_sent + 10 * 2 * 4
+        assert on_the_wire == pytest.approx(group.bytes_wire + 10 * 2 * 4 * 2 * (size - 1) / size)
         assert dense == 10 * 4 * (64 * 64 + 300)
 
 

@@ -11,6 +11,10 @@ from gradzip.collectives.cost import sent_share
 from launch import environment, python, worker_path
 from wire_worker import recommended
 
+COVERS = [
+    "benchmarks/convergence/*.py", "benchmarks/results/wire.json", "gradzip/collectives/*.py", "gradzip/engines/*.py",
+    "gradzip/methods/**/*.py", "tests/tools/wire_worker.py",
+]  # fmt: skip
 RANKS = 4
 HEADERS = 16_000  # bytes of a step, of TCP and gloo, for small messages and barriers; more on a busy machine
 
