@@ -46,7 +46,7 @@ GZ_HD Float16 rounded<Float16>(float x) {
   const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffffu;
   uint32_t half = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - ((127u - 15u) << 23)) >> 13;
   if (magnitude < 0x38800000u) half = float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u;  // below 2^-14: as above
-  if (magnitude >= 0x47800000u) half = magnitude > kInfBits ? 0x7e00u : 0x7c00u;                // 2^16 and above
+  if (magnitude >= 0x47800000u) half = magnitude > kInfBits ? 0x7e00u : 0x7c00u;  // 2^16 and above
   return {uint16_t(half | (bits >> 16 & 0x8000u))};
 }
 

@@ -213,9 +213,10 @@ void encode(const T* x, const float* residual, int64_t rows, int64_t n, int64_t 
       const float* from = as_floats(own + first, length, buffer);
       // Steps of all blocks first: the divisions of one take place while the next one is read.
       for (int64_t b = begin, i = first; b < end; ++b, i += block)
-        scales[b - begin] = block_scale(
-            residual ? largest_sum(from + (i - first), own_residual + i, count(b), own_error + i) : largest(from + (i - first), count(b)),
-            bits, keys != nullptr);
+        scales[b - begin] =
+            block_scale(residual ? largest_sum(from + (i - first), own_residual + i, count(b), own_error + i)
+                                 : largest(from + (i - first), count(b)),
+                        bits, keys != nullptr);
       const auto* draws = reinterpret_cast<const uint16_t*>(words);
       for (int64_t b = begin, i = first; b < end; ++b, i += block, draws += block) {
         const BlockScale scale = scales[b - begin];
