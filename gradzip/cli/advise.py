@@ -184,7 +184,6 @@ def _methods(
     specs: Sequence[str] | None, device: devices.Device | torch.device | None, front_end: str, per_node: int
 ) -> dict[str, Compressor]:
     """The methods to compare, by name; fp32 and fp16 are among them."""
-    named = specs is not None
     try:
         methods = {spec: gradzip.parse(spec) for spec in (FP32, FP16, *(specs or CANDIDATES))}
     except (TypeError, ValueError) as error:
@@ -203,7 +202,7 @@ def _methods(
                 f"got --methods {spec}, which was measured on no GPU; expected --device here, or one of: "
                 f"{', '.join(CANDIDATES)}, topk"
             )
-    if named:
+    if specs is not None:
         return methods
     if front_end == "ddp":
         methods[BF16] = gradzip.Cast(torch.bfloat16)
