@@ -184,7 +184,6 @@ def _methods(
     specs: Sequence[str] | None, device: devices.Device | torch.device | None, front_end: str, per_node: int
 ) -> dict[str, Compressor]:
     """The methods to compare, by name; fp32 and fp16 are among them."""
-    named = specs is not None
     try:
         methods = {spec: gradzip.parse(spec) for spec in (FP32, FP16, *(specs or CANDIDATES))}
     except (TypeError, ValueError) as error:
@@ -203,7 +202,7 @@ def _methods(
                 f"got --methods {spec}, which was measured on no GPU; expected --device here, or one of: "
                 f"{', '.join(CANDIDATES)}, topk"
             )
-    if named:
+    if specs is not None:
         return methods
     if front_end == "ddp":
         methods[BF16] = gradzip.Cast(torch.bfloat16)
@@ -227,19 +226,12 @@ def _device(options: argparse.Namespace) -> tuple[devices.Device | torch.device,
     if name is None and options.measure:
         name = "cpu"
     if name is None and not cuda:
-        known = devices.device(devices.ASSUMED)
-        return (
-            known,
-            f"No --device, and no GPU here: assumed is --device {devices.ASSUMED}; --device cpu measures here.",
-        )
+        assumed = f"assumed is --device {devices.ASSUMED}; --device cpu measures here"
+        return devices.device(devices.ASSUMED), f"No --device, and no GPU here: {assumed}."
     if name in devices.names():
         return devices.device(name), ""
-    if name not in (None, "here", "cpu", "cuda"):
+    if name not in (None, "here", "cpu"):
         raise CommandError(f"got --device {name!r}, expected here, cpu, or one of: {', '.join(devices.names())}")
-    if name == "cuda" and not cuda:
-        raise CommandError(
-            f"got --device cuda, and torch finds no GPU here; expected one of: {', '.join(devices.names())}"
-        )
     return torch.device("cuda" if cuda and name != "cpu" else "cpu"), ""
 
 

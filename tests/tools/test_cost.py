@@ -131,6 +131,23 @@ def test_buckets_of_horovod():
     assert predict(step, mixed, slow, **horovod).seconds == pytest.approx(10.0 + 1.0)
 
 
+def test_second_rounds_of_ddp_follow():
+    """Three buckets, ready at 1, 2 and 3 s, of rounds of 0.4 s each; the optimizer takes 1 s.
+
+    With the next bucket: partitions from 1, 2 and 3 s; gathers from 2.4, 3.4 and 3.8 s. After all: one from 3.4 s.
+    """
+    step = Step(tuple(Layer(f"{i}", (1000, 1000), i) for i in (1, 2, 3)), 4.0)
+    link, rounds = Link(2, 1e6, 0.0), (("all_to_all", 8e5), ("all_gather_partitions", 8e5))
+    integers = [Compressed(rounds, 0.0, 0.01)] * 3
+    assert predict(step, integers, link, bucket_nbytes=1).exposed == pytest.approx(3.4 + 1.2 - 3)
+    assert predict(step, integers, link, bucket_nbytes=1, follows=True).seconds == pytest.approx(4.2 + 0.01 + 1)
+    # Between nodes, rounds are left that run for all together: three more of 0.4 s after the last one that follows.
+    more = [Compressed((*rounds, ("all_gather_partitions", 8e5)), 0.0, 0.01)] * 3
+    assert predict(step, more, link, bucket_nbytes=1, follows=True).seconds == pytest.approx(4.2 + 1.2 + 0.03 + 1)
+    # Methods of other rounds are as before.
+    assert predict(STEP, TWO_ROUNDS, link, follows=True) == predict(STEP, TWO_ROUNDS, link)
+
+
 def reference_buckets(step, nbytes):
     """The numbers of the layers in each bucket, as torch's compute_bucket_assignment_by_size with DDP's two limits."""
     limits = [min(2**20, nbytes), nbytes]
