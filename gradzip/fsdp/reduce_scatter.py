@@ -253,7 +253,10 @@ class ReduceScatter:
     def load(self, state: Mapping[str, Any]) -> None:
         """Load what `state` has returned. Without error feedback, the residual is dropped."""
         self._calls, self._scale = state["calls"], state["scale"]
-        self.residual = state["residual"] if self._feedback is not None else None
+        self.residual = None
+        if self._feedback is not None:
+            self._feedback.former.pop(self, None)  # of a backward pass that has failed
+            self.residual = state["residual"]
 
 
 def _mean_of_node(shards: Tensor, chunks: NodeChunks, engine: Engine) -> Tensor:

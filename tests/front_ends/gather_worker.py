@@ -297,7 +297,9 @@ def errors():
     fully_shard(mixed, mesh=whole)
     different = sharded(whole)
     gradzip.fsdp.quantize(different, gather=gradzip.BlockFloat(rounding="nearest", bits=4 + 4 * (rank % 2)))
+    delta, plain = (gradzip.fsdp.quantize(sharded(whole), gather=nearest, reference=r) for r in ("delta", None))
     return {
+        "other modules": message(lambda: plain.load_state_dict(delta.state_dict())),
         "stochastic": message(lambda: gradzip.fsdp.all_gather(gradzip.BlockFloat())),
         "topk": message(lambda: gradzip.fsdp.quantize(sharded(whole), gather=gradzip.TopK())),
         "exempt": message(lambda: gradzip.fsdp.all_gather(gradzip.parse(SPECS[0]).exempt_modules(Net(), "embedding"))),

@@ -335,6 +335,7 @@ ERRORS = {
     "reference": r"ValueError: quantize: got reference='sum' with gather=.*, expected None, or 'delta'",
     "delta and keep": r"ValueError: quantize: got reference='delta' with .* and keep=True, expected None, or 'delta'",
     "foreign": r"ValueError: Quantized.load_state_dict: got the states of \['x'\], expected those of 'rank\dof4'",
+    "other modules": r"ValueError: Quantized.load_state_dict: got references of the modules \['', 'bl.*, expected \[\]",
     "different": r"RuntimeError: .*bits=[48].*bits=[48]",
 }
 

@@ -1,0 +1,155 @@
+"""Train with FSDP2 whose all-gathers and reduce-scatters are quantized, and compare with FSDP2's own.
+
+Four ranks hold the shards of a network. All variants train with the same data, steps and seeds, and each with several
+learning rates, of which its best counts. Runs that the file has are not repeated: the same command continues a study.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import jobs
+from benchmarks.common.arguments import Parser, at_least, data_path, output_file
+from benchmarks.common.progress import Progress
+from benchmarks.common.results import RESULTS, ResultsError, provenance, stored, write_json
+from benchmarks.common.tables import markdown
+from benchmarks.convergence.recipes import MUON_LRS, SIZES, Run
+from benchmarks.sharded.rank import Job
+from models import MODELS
+
+EXAMPLES = """\
+examples:
+  python -m benchmarks.sharded --data tinyshakespeare.txt                the study: hours on two cores
+  python -m benchmarks.sharded --network charlm-small --steps 5 --seed 0 --lr 0.002 --json /tmp/try.json
+                                                                         to try it out
+
+Variants are named by the bits of gathers and reductions.
+"""
+FILE = RESULTS / "sharded.json"
+RECIPE = SIZES["full"]["text"]
+LRS = {"adamw": RECIPE.lrs, "muon": MUON_LRS}
+BASELINE = "float32"
+KEYS = ("network", "optimizer", "variant", "lr", "seed")  # of a run
+
+
+def _bits(gather: int, reduce: int, **options: Any) -> dict[str, Any]:
+    rounded = f"block-float:bits={gather},rounding=nearest"
+    return {"gather": rounded, "reduce": f"block-float:bits={reduce}", **options}
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    BASELINE: {},
+    **{f"{gather}/{reduce}": _bits(gather, reduce) for gather, reduce in ((8, 8), (8, 4), (4, 4))},
+    **{
+        f"{gather}/{reduce} delta": _bits(gather, reduce, reference="delta")
+        for gather, reduce in ((8, 8), (8, 4), (4, 4))
+    },
+    "4/4 delta, error feedback": _bits(4, 4, reference="delta", error_feedback=True),
+}
+
+
+def run_job(job: Job, timeout: float = 1800) -> list[dict[str, Any]]:
+    """Train. Returns what rank 0 writes: a line for each epoch. Raises JobError."""
+    command = [*jobs.launcher("fsdp", job.run["workers"]), "benchmarks.sharded.rank", json.dumps(asdict(job))]
+    return list(jobs.run(command, threads=1, timeout=timeout))
+
+
+def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The table: of each variant, the mean score over seeds at its best learning rate, and bytes of a step."""
+    header = ["network", "optimizer", "variant", "learning rate", "score", "", "payloads of a step"]
+    cells = []
+    for network, optimizer in dict.fromkeys((row["network"], row["optimizer"]) for row in rows):
+        of_recipe = [row for row in rows if (row["network"], row["optimizer"]) == (network, optimizer)]
+        best = {variant: found for variant in VARIANTS if (found := best_of(of_recipe, variant)) is not None}
+        for variant, (score, lr, sent) in best.items():
+            share = f"{100 * (score / best[BASELINE][0] - 1):+.2f} %" if BASELINE in best else ""
+            payloads = f"{sent / 1e6:.2f} MB" if variant != BASELINE else "–"
+            cells.append([network, optimizer, variant, f"{lr:g}", f"{score:.4f}", share, payloads])
+    yield from markdown(header, cells, left=3)
+
+
+def best_of(rows: list[dict[str, Any]], variant: str) -> tuple[float, float, float] | None:
+    """The mean score over seeds at the learning rate where it is lowest, that rate, and bytes of a step."""
+    found = []
+    for lr in sorted({row["lr"] for row in rows}):
+        of_lr = [row for row in rows if (row["variant"], row["lr"]) == (variant, lr)]
+        if of_lr:
+            sent = statistics.fmean(sum(row["sent"].values()) / row["steps"] for row in of_lr)
+            found.append((statistics.fmean(row["scores"][-1] for row in of_lr), lr, sent))
+    return min(found, default=None)
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    with stored(path) as content:
+        rows: list[dict[str, Any]] = content["rows"]
+        assert isinstance(rows, list)
+        return rows
+
+
+def main() -> None:
+    parser = Parser("sharded", __doc__, EXAMPLES)
+    parser.add_argument("--variant", action="append", choices=VARIANTS, help="default: all; repeat for several")
+    parser.add_argument("--optimizer", action="append", choices=LRS, help="default: all; repeat for several")
+    parser.add_argument("--lr", action="append", type=float, metavar="LR", help="default: three; repeat for several")
+    parser.add_argument("--seed", action="append", type=at_least(0), metavar="N", help="default: 0 and 1")
+    parser.add_argument("--network", choices=("charlm", "charlm-small"), default="charlm", help="default: charlm")
+    parser.add_argument("--epochs", type=at_least(1), default=RECIPE.epochs, metavar="N", help="default: %(default)s")
+    parser.add_argument("--steps", type=at_least(1), metavar="N", help="cut runs short, to try this out")
+    parser.add_argument("--ranks", type=at_least(2), default=RECIPE.workers, metavar="N", help="default: %(default)s")
+    parser.add_argument("--data", metavar="FILE", help="a text (default: sources of Python's library)")
+    parser.add_argument("--json", metavar="PATH", type=output_file, default=FILE, help=f"default: {FILE.name}")
+    args = parser.parse_args()
+    try:
+        rows = load(args.json)
+        study(args, rows, parser.command)
+        print("\n".join(lines(rows)))
+    except (ResultsError, jobs.JobError) as error:
+        parser.fail(str(error))
+
+
+def study(args: Any, rows: list[dict[str, Any]], command: str) -> None:
+    """Do the runs that the file does not have yet. Each variant once, then other seeds, then other learning rates."""
+    length = {"epochs": args.epochs, "cut": args.steps}
+    if others := [row for row in rows if any(row[key] != value for key, value in length.items())]:
+        got = f"got a run of {others[0]['epochs']} epochs, {others[0]['steps']} steps"
+        raise ResultsError(f"{args.json}: {got}, expected runs of one length; name another file")
+    path = data_path(MODELS[args.network].data, [args.data] if args.data else [])
+    wanted = [
+        (optimizer, variant, lr, seed)
+        for place in range(max(map(len, LRS.values())))
+        for seed in args.seed or RECIPE.seeds
+        for optimizer in args.optimizer or LRS
+        for lr in (args.lr or LRS[optimizer])[place : place + 1]
+        for variant in args.variant or VARIANTS
+    ]
+    done = {tuple(row[key] for key in KEYS) for row in rows}
+    left = [one for one in wanted if (args.network, *one) not in done]
+    with Progress(len(left)) as progress:
+        for optimizer, variant, lr, seed in left:
+            progress.now(f"{optimizer}, {variant}, lr {lr:g}, seed {seed}")
+            run = Run(
+                "text", variant, lr, seed, args.network, args.epochs, args.ranks, RECIPE.batch_size, 1.0, optimizer, ()
+            )
+            epochs = run_job(Job(asdict(run), VARIANTS[variant], path, args.steps))
+            row = {
+                "network": args.network, "optimizer": optimizer, "variant": variant, "lr": lr, "seed": seed,
+                "ranks": args.ranks, **length, "steps": epochs[-1]["steps"],
+                "scores": [line["score"] for line in epochs],
+                "losses": [round(loss, 5) for line in epochs for loss in line["losses"]],
+                "sent": epochs[-1]["sent"], "seconds": round(epochs[-1]["seconds"], 1), **provenance(),
+                "command": command,
+            }  # fmt: skip
+            rows.append(row)
+            write_json(args.json, {"rows": rows})
+            progress.note(f"{optimizer}, {variant}, lr {lr:g}, seed {seed}: {row['scores'][-1]:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""One rank of a run of benchmarks/sharded.
+
+Usage: `rank.py JOB FILE`, with the fields of a `Job` as JSON. After each epoch, rank 0 appends a line of JSON to the
+file: {"score", "loss": of a test; "losses": its own, means over 50 steps; "sent": payload bytes so far of gathers and
+of reductions, "seconds", "steps": of training so far}.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import data
+import gradzip
+from benchmarks.convergence.recipes import Run, load_data, steps_per_epoch
+from benchmarks.convergence.training import WINDOW, Alone
+from models import MODELS, make_optimizer
+from train import cross_entropy, evaluate, learning_rate
+
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run.
+
+    Args:
+        run: the fields of a `Run`, with as many workers as there are ranks.
+        options: of `gradzip.fsdp.quantize`, with methods as specs; none for FSDP's own collectives.
+        data: a file or folder; None for the default.
+        steps: of a run that is cut short; None for all.
+    """
+
+    run: dict[str, Any]
+    options: dict[str, Any]
+    data: str | None
+    steps: int | None
+
+
+class WholeOptimizer:
+    """An optimizer of whole parameters, for one that does not take shards: each rank takes the same steps.
+
+    It gathers gradients, uncompressed and uncounted: the study is about what FSDP sends.
+    """
+
+    def __init__(self, model: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer], network: nn.Module):
+        self._sharded: dict[str, Any] = dict(model.named_parameters())
+        self._whole = dict(network.named_parameters())
+        self._optimizer = make(network)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def zero_grad(self) -> None:
+        for parameter in self._sharded.values():
+            parameter.grad = None
+
+    def step(self) -> None:
+        for name, parameter in self._sharded.items():
+            self._whole[name].grad = whole(parameter.grad)
+        self._optimizer.step()
+        with torch.no_grad():
+            for name, parameter in self._sharded.items():
+                shards = self._whole[name].chunk(RANKS)
+                if len(shards) > RANK:
+                    parameter.to_local().copy_(shards[RANK])
+
+
+def whole(sharded: Any) -> Tensor:
+    gathered: Tensor = sharded.full_tensor()
+    return gathered
+
+
+class Training:
+    """This rank's model and optimizer, and a whole network for tests."""
+
+    def __init__(self, run: Run, dataset: data.Images | data.Text, options: dict[str, Any]) -> None:
+        def built() -> nn.Module:
+            torch.manual_seed(run.seed)
+            network: nn.Module = MODELS[run.network].build(*dataset.dimensions)
+            return network
+
+        self.network, self.model = built(), built()
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for block in self.model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        specs = {name: value for name, value in options.items() if name in ("gather", "reduce")}
+        self.methods = {name: gradzip.parse(spec) for name, spec in specs.items()}
+        if options:
+            gradzip.fsdp.quantize(self.model, **options | self.methods)
+
+        def make(network: nn.Module) -> torch.optim.Optimizer:
+            made: torch.optim.Optimizer = make_optimizer(run.optimizer, network, run.lr)
+            return made
+
+        self.optimizer: Any = WholeOptimizer(self.model, make, built()) if run.optimizer == "muon" else make(self.model)
+
+    def step(self, lr: float, inputs: Tensor, targets: Tensor) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.zero_grad()
+        loss = cross_entropy(self.model(inputs), targets)
+        loss.backward()
+        self.optimizer.step()
+        return float(loss)
+
+    def tested(self) -> nn.Module:
+        """The network of the sharded parameters, which are not rounded."""
+        self.network.load_state_dict({name: whole(p) for name, p in self.model.state_dict().items()})
+        return self.network
+
+
+def main() -> None:
+    text, path = sys.argv[1:]
+    job = Job(**json.loads(text))
+    run = Run(**job.run)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    dataset = load_data(run, job.data)
+    per_epoch = steps_per_epoch(run, dataset)
+    steps = min(job.steps or math.inf, run.epochs * per_epoch)
+    training = Training(run, dataset, job.options)
+    shard = data.batches(dataset, batch_size=run.batch_size, rank=RANK, size=RANKS, seed=run.seed)
+    seconds, losses = 0.0, []
+    for number, (inputs, targets) in enumerate(itertools.islice(shard, int(steps)), 1):
+        begin = time.perf_counter()
+        losses.append(training.step(learning_rate(run.lr, number - 1, int(steps)), inputs, targets))
+        seconds += time.perf_counter() - begin
+        if number % per_epoch and number != steps:
+            continue
+        network = training.tested()
+        if RANK == 0:
+            accuracy, loss = evaluate(network, dataset, Alone)
+            means = [statistics.fmean(losses[i : i + WINDOW]) for i in range(0, len(losses), WINDOW)]
+            sent = {name: method.traffic.bytes_sent for name, method in training.methods.items()}
+            line = {
+                "score": dataset.measure.value(accuracy, loss), "loss": loss, "losses": means, "sent": sent,
+                "seconds": seconds, "steps": number,
+            }  # fmt: skip
+            with Path(path).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        losses = []
+        dist.barrier()  # no rank trains while one tests
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
