@@ -1,4 +1,4 @@
-"""Images that are built for real, with buildah, on a Debian of debootstrap's: two containers of each train together."""
+"""Images, built with buildah on a Debian of debootstrap's: two containers of each train together."""
 
 import json
 import os
@@ -50,7 +50,9 @@ def environment(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(3 * 3600)
 @pytest.mark.parametrize("kind", FREE)
-def test_two_containers_train(environment, tmp_path, kind):
+def test_two_containers_train(environment, tmp_path, kind, request):
+    if kind == "gpu" and not request.config.facts["given"]:
+        pytest.skip("gigabytes of downloads: --long and its path run it")
     free = shutil.disk_usage(tmp_path).free
     if free < FREE[kind]:
         pytest.skip(f"{free / 1e9:.0f} GB of disk here, an image takes {FREE[kind] / 1e9:.0f}")
