@@ -19,8 +19,8 @@ node() { # node IMAGE ARGS...
   container=$(buildah from --pull-never "$1")
   trap 'kill "$sshd"; wait "$sshd" || true; buildah rm "$container" >/dev/null' EXIT
   enter() { # enter COMMAND...: replaces this shell, so that a signal to it reaches the container
-    exec buildah run --isolation chroot --network host --hostname "${names[HOST]}" --volume "$work/keys:/keys" \
-      --volume "$work/hosts:/etc/hosts:ro" "$container" -- "$@"
+    exec buildah run --isolation chroot --network host --hostname "${names[HOST]}" --no-hosts \
+      --volume "$work/hosts:/etc/hosts:ro" --volume "$work/keys:/keys" "$container" -- "$@"
   }
   enter gradzip-entrypoint sshd &
   sshd=$!
