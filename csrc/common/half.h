@@ -16,6 +16,9 @@ struct Float16 {
   uint16_t bits;
 };
 
+// Types of the elements of an array, numbered as in gradzip/ops/_native.py.
+enum class Dtype : int { float32, bfloat16, float16 };
+
 GZ_HD float to_float(float x) { return x; }
 GZ_HD float to_float(BFloat16 x) { return bits_float(uint32_t(x.bits) << 16); }
 GZ_HD float to_float(Float16 x) {
@@ -46,7 +49,7 @@ GZ_HD Float16 rounded<Float16>(float x) {
   const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffffu;
   uint32_t half = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - ((127u - 15u) << 23)) >> 13;
   if (magnitude < 0x38800000u) half = float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u;  // below 2^-14: as above
-  if (magnitude >= 0x47800000u) half = magnitude > kInfBits ? 0x7e00u : 0x7c00u;                // 2^16 and above
+  if (magnitude >= 0x47800000u) half = magnitude > kInfBits ? 0x7e00u : 0x7c00u;  // 2^16 and above
   return {uint16_t(half | (bits >> 16 & 0x8000u))};
 }
 

@@ -215,16 +215,14 @@ void decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_
 void block_float_encode(const void* x, int dtype, const float* residual, int64_t rows, int64_t n, int64_t blocks,
                         int bits, int64_t block, const uint64_t* keys, const int64_t* replays, float* error,
                         uint8_t* payloads, int threads) {
-  typed(x, dtype, [&](auto* of) {
-    encode(of, residual, rows, n, blocks, bits, block, keys, replays, error, payloads, threads);
-  });
+  typed(x, dtype,
+        [&](auto* of) { encode(of, residual, rows, n, blocks, bits, block, keys, replays, error, payloads, threads); });
 }
 
 void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_t blocks, int64_t n,
                         int bits, int64_t block, float weight, const float* start, void* out, int dtype, int threads) {
-  typed(out, dtype, [&](auto* to) {
-    decode(payloads, shards, each, blocks, n, bits, block, weight, start, to, threads);
-  });
+  typed(out, dtype,
+        [&](auto* to) { decode(payloads, shards, each, blocks, n, bits, block, weight, start, to, threads); });
 }
 
 }  // namespace gradzip::cpu

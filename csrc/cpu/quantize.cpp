@@ -203,9 +203,8 @@ void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uin
 void quantize_packed(const void* x, int dtype, int64_t rows, int64_t n, int bits, int64_t bucket, int norm,
                      const uint64_t* keys, const int64_t* replays, int64_t stride, uint8_t* packed, float* norms,
                      int threads) {
-  typed(x, dtype, [&](auto* of) {
-    pack(of, rows, n, bits, bucket, norm, keys, replays, stride, packed, norms, threads);
-  });
+  typed(x, dtype,
+        [&](auto* of) { pack(of, rows, n, bits, bucket, norm, keys, replays, stride, packed, norms, threads); });
 }
 
 void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,

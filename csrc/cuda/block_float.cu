@@ -48,17 +48,15 @@ void decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_
 void block_float_encode(const void* x, int dtype, const float* residual, int64_t rows, int64_t n, int64_t blocks,
                         int bits, int64_t block, const uint64_t* keys, const int64_t* replays, float* error,
                         uint8_t* payloads, cudaStream_t stream) {
-  typed(x, dtype, [&](auto* of) {
-    encode(of, residual, rows, n, blocks, bits, block, keys, replays, error, payloads, stream);
-  });
+  typed(x, dtype,
+        [&](auto* of) { encode(of, residual, rows, n, blocks, bits, block, keys, replays, error, payloads, stream); });
 }
 
 void block_float_decode(const uint8_t* const* payloads, int64_t shards, int64_t each, int64_t blocks, int64_t n,
                         int bits, int64_t block, float weight, const float* start, void* out, int dtype,
                         cudaStream_t stream) {
-  typed(out, dtype, [&](auto* to) {
-    decode(payloads, shards, each, blocks, n, bits, block, weight, start, to, stream);
-  });
+  typed(out, dtype,
+        [&](auto* to) { decode(payloads, shards, each, blocks, n, bits, block, weight, start, to, stream); });
 }
 
 }  // namespace gradzip::cuda

@@ -22,9 +22,7 @@ int64_t bucket_norms(void* workspace, const void* x, int dtype, int64_t n, int64
   Arena arena(workspace);
   auto* parts = arena.take<double>(segments > 1 ? buckets * segments : 0);
   if (!workspace) return arena.nbytes();
-  typed(x, dtype, [&](auto* of) {
-    launch_segments(of, n, bucket, segments, norm, parts, norms, stream);
-  });
+  typed(x, dtype, [&](auto* of) { launch_segments(of, n, bucket, segments, norm, parts, norms, stream); });
   if (segments > 1)
     launch(stream, grid_of(grid_for(ceil_div(buckets, kBlock / kLanes))), kBlock, kernel<combine_norms_kernel>, parts,
            buckets, segments, norm, norms);

@@ -8,9 +8,8 @@ namespace gradzip::cuda {
 
 // One team per segment. Writes norms if a bucket is one segment, `parts` otherwise.
 template <class T>
-__global__ void __launch_bounds__(kBlock)
-    segment_norms_kernel(const T* x, int64_t n, int64_t bucket, int64_t segments, Norm norm, double* parts,
-                         float* norms) {
+__global__ void __launch_bounds__(kBlock) segment_norms_kernel(const T* x, int64_t n, int64_t bucket, int64_t segments,
+                                                               Norm norm, double* parts, float* norms) {
   const int64_t tasks = (n + bucket - 1) / bucket * segments;
   for (int64_t first = grid_thread() / kLanes * kTeams; first < tasks; first += grid_threads() / kLanes * kTeams) {
     const int64_t task = first + team(), b = task / segments, from = task % segments * kSumSegment;

@@ -73,7 +73,9 @@ int64_t elias_quantize(void* workspace, const float* x, int64_t n, int bits, int
   const Quantizer<float> q{x, n, bucket, bits, Norm(norm), key, norms};
   Arena arena(workspace);
   const Encoder encoder(arena, n, bits);
-  auto* scratch = nested ? nullptr : arena.take<uint8_t>(bucket_norms(nullptr, x, int(Dtype::float32), n, bucket, norm, norms, stream));
+  auto* scratch =
+      nested ? nullptr
+             : arena.take<uint8_t>(bucket_norms(nullptr, x, int(Dtype::float32), n, bucket, norm, norms, stream));
   if (!workspace) return arena.nbytes();
   clear(encoder.beyond, sizeof *encoder.beyond, stream);
   if (!nested) bucket_norms(scratch, x, int(Dtype::float32), n, bucket, norm, norms, stream);

@@ -55,9 +55,8 @@ struct NaturalPayloads {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kBlock)
-    natural_decode_sum_kernel(NaturalPayloads payloads, int count, int64_t n, float weight, bool add, T* out,
-                              int32_t* failed) {
+__global__ void __launch_bounds__(kBlock) natural_decode_sum_kernel(NaturalPayloads payloads, int count, int64_t n,
+                                                                    float weight, bool add, T* out, int32_t* failed) {
   const int64_t nbytes = (n * kNaturalBits + 7) / 8;
   bool bad = false;
   for (int64_t first = 4 * grid_thread(); first < n; first += 4 * grid_threads()) {

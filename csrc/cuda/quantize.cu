@@ -23,8 +23,8 @@ int64_t pack(void* workspace, const T* x, int64_t rows, int64_t n, int bits, int
              cudaStream_t stream) {
   const int whole = tile_of_buckets(bucket), tile = whole ? whole : kMostTile;
   for (int64_t row = 0; !whole && row < rows; ++row) {
-    const int64_t nbytes = bucket_norms(workspace, x + row * n, dtype_of(x), n, bucket, norm, norms + row * stride / 4,
-                                        stream);
+    const int64_t nbytes =
+        bucket_norms(workspace, x + row * n, dtype_of(x), n, bucket, norm, norms + row * stride / 4, stream);
     if (!workspace) return nbytes;
   }
   for_rows(rows, keys, [&](int64_t row, unsigned count, const Keys& batch) {

@@ -49,8 +49,8 @@ static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t bloc
     simt::expect_equal(in_place.get(), expected_error.get(), n, "block_float_encode in place: error, " + what);
     const simt::Buffer<uint32_t> other(nbytes / 4);
     auto* const other_bytes = reinterpret_cast<uint8_t*>(other.get());
-    cuda::block_float_encode(x, 0, nullptr, 1, n, blocks, bits, block, stochastic ? &keys[1] : nullptr, replays, nullptr,
-                             other_bytes, nullptr);
+    cuda::block_float_encode(x, 0, nullptr, 1, n, blocks, bits, block, stochastic ? &keys[1] : nullptr, replays,
+                             nullptr, other_bytes, nullptr);
     simt::expect_equal(other_bytes, alone.get(), nbytes, "block_float_encode without a residual, " + what);
     std::vector<const uint8_t*> of_parts, of_pairs;
     for (int64_t k = 0; k < shards; ++k) {

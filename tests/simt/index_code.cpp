@@ -24,7 +24,7 @@ static void test_decode(const Bytes& stream, int64_t numel, int64_t count, bool 
   const Floats values(simt::data(simt::Kind::normal, count)), sum(simt::data(simt::Kind::sparse, numel));
   int32_t corrupt = 0;
   cpu::index_code_decode(stream, nbytes, numel, count, expected, &corrupt, 1);
-  const WeightedSum table{sum, numel, 1, 1};
+  const WeightedSum table{sum, numel, 1, 1, 0};
   const IndexTerm term{stream, nbytes, values, count, 0.3};
   if (!corrupt) cpu::index_code_decode_add(&table, 1, &term, &corrupt, 1);
   const auto compare = [&] {
@@ -32,7 +32,7 @@ static void test_decode(const Bytes& stream, int64_t numel, int64_t count, bool 
     const simt::Buffer<int32_t> failed(std::vector<int32_t>{0, 0});
     simt::call(cuda::index_code_decode, stream, nbytes, numel, count, got, failed);
     const Floats out(simt::data(simt::Kind::sparse, numel));
-    const WeightedSum same{out, numel, 1, 1};
+    const WeightedSum same{out, numel, 1, 1, 0};
     simt::call(cuda::index_code_decode_add, &same, 1, &term, failed + 1);
     simt::expect_equal(failed[0], corrupt, "index_code_decode: failed");
     simt::expect_equal(failed[1], corrupt, "index_code_decode_add: failed");
@@ -123,7 +123,7 @@ static void test_table(const std::vector<int64_t>& sizes, int64_t spoilt = -1) {
     std::vector<WeightedSum> table;
     for (int64_t i = 0; i < count; ++i) {
       outs.emplace_back(simt::data(simt::Kind::normal, sizes[size_t(i)]), i % 3);
-      table.push_back({outs.back(), sizes[size_t(i)], i % 4, i / 4 % 2});
+      table.push_back({outs.back(), sizes[size_t(i)], i % 4, i / 4 % 2, 0});
     }
     return table;
   };

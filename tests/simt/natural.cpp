@@ -12,8 +12,7 @@ static void test(const simt::Buffer<T>& x, int64_t n) {
   const int64_t nbytes = (n * kNaturalBits + 7) / 8;
   const simt::Buffer<uint8_t> expected(nbytes), other(nbytes);
   const simt::Buffer<T> expected_sum(n);
-  const simt::Buffer<float> start(simt::data(simt::Kind::normal, n)),
-      expected_added(simt::data(simt::Kind::normal, n));
+  const simt::Buffer<float> start(simt::data(simt::Kind::normal, n)), expected_added(simt::data(simt::Kind::normal, n));
   const int64_t* const replays = simt::replays_for(n);
   float expected_most = 1.0f;
   int32_t refused = 0;
@@ -43,7 +42,8 @@ static void test(const simt::Buffer<T>& x, int64_t n) {
     packed[(n - 1) / 8 * kNaturalBits + (n - 1) % 8 + 1] = 0xff;
     cuda::natural_decode_sum(coded, 2, n, 0.3f, false, sum, dtype, failed, nullptr);
     simt::expect_equal(*failed.get(), 1, "natural_decode_sum of an exponent of infinity: failed");
-    simt::expect_equal(bool(std::isfinite(to_float(sum[n - 1]))), false, "natural_decode_sum of an exponent of infinity");
+    simt::expect_equal(bool(std::isfinite(to_float(sum[n - 1]))), false,
+                       "natural_decode_sum of an exponent of infinity");
   });
 }
 

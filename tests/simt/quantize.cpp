@@ -97,8 +97,8 @@ static void test_rows(int64_t rows, int64_t n, int bits, int64_t bucket) {
                          1);
   }
   auto* const levels = reinterpret_cast<uint8_t*>(got.get()) + norms_end;
-  simt::call(cuda::quantize_packed, x, 0, rows, n, bits, bucket, 0, keys.data(), simt::replays_for(rows), stride, levels,
-             got);
+  simt::call(cuda::quantize_packed, x, 0, rows, n, bits, bucket, 0, keys.data(), simt::replays_for(rows), stride,
+             levels, got);
   simt::expect_equal(got.get(), expected.get(), rows * stride / 4, "quantize_packed of rows");
 }
 

@@ -178,6 +178,9 @@ SAVED = {
     "block-float:error_feedback=owner": (8, 16),
     "natural": (8, 16),
     "qsgd:coding=packed": (10, 18),
+    "signsgd": (8, 8),
+    "terngrad": (0, 0),
+    "onebit": (8, 8),
 }
 
 
