@@ -13,7 +13,7 @@
 //   int32_t* failed    set to 1 if the input is invalid or corrupt, unchanged otherwise. On CUDA it may be null
 //   int64_t* count, found, nbytes, outside    as documented with each kernel
 //
-// const void* x, void* out: an array of float32, or of the 16-bit floats that `int dtype` numbers (common/dtype.h). These
+// const void* x, void* out: an array of float32, or of the 16-bit floats that `int dtype` numbers (common/half.h). These
 // are computed with as if they were converted to float32, and written as if float32 results were, rounded once.
 //
 // const int64_t* replays: unless it is null, a number that makes other keys of all random keys of a call (replay_key in

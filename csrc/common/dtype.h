@@ -5,9 +5,6 @@
 
 namespace gradzip {
 
-// Numbered as in gradzip/ops/_native.py.
-enum class Dtype : int { float32, bfloat16, float16 };
-
 inline int dtype_of(const float*) { return int(Dtype::float32); }
 inline int dtype_of(const BFloat16*) { return int(Dtype::bfloat16); }
 inline int dtype_of(const Float16*) { return int(Dtype::float16); }

@@ -16,6 +16,9 @@ struct Float16 {
   uint16_t bits;
 };
 
+// Types of the elements of an array, numbered as in gradzip/ops/_native.py.
+enum class Dtype : int { float32, bfloat16, float16 };
+
 GZ_HD float to_float(float x) { return x; }
 GZ_HD float to_float(BFloat16 x) { return bits_float(uint32_t(x.bits) << 16); }
 GZ_HD float to_float(Float16 x) {

@@ -5,11 +5,12 @@
 
 namespace gradzip {
 
-// out = the sum of the next `terms` terms, in order, or out += each if `add`.
+// out = the sum of the next `terms` terms, in order, or out += each if `add`. dtype: of `out` (common/half.h), float32 if
+// `add`. A sum is computed in float32, and rounded once.
 struct WeightedSum {
-  float* out;
-  int64_t n, terms, add;
+  void* out;
+  int64_t n, terms, add, dtype;
 };
-static_assert(sizeof(WeightedSum) == 32, "gradzip/ops/weighted_sum.py writes it");
+static_assert(sizeof(WeightedSum) == 40, "gradzip/ops/weighted_sum.py writes it");
 
 }  // namespace gradzip

@@ -250,7 +250,7 @@ void index_code_decode_add(const WeightedSum* table, int64_t count, const IndexT
                            int threads) {
   const IndexTerm* term = terms;
   for (int64_t i = 0; i < count; ++i) {
-    float* out = table[i].out;
+    auto* const out = static_cast<float*>(table[i].out);
     if (!table[i].add)
       parallel_chunks(table[i].n, kClearChunk, threads,
                       [&](int64_t, int64_t begin, int64_t end) { std::fill(out + begin, out + end, 0.0f); });

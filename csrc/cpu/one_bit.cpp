@@ -174,14 +174,15 @@ void one_bit_decode_add(const WeightedSum* table, int64_t count, const OneBitTer
     return std::all_of(term.means, end, [](float mean) { return std::isfinite(mean); });
   });
   if (*failed) return;
-  add_terms(table, count, terms, kChunk, 1 << 12, threads,
-            [](const OneBitTerm& term, int64_t begin, int64_t end, float* out) {
+  add_terms(table, count, terms, kChunk, kSumBlock, threads,
+            [](const OneBitTerm& term, int64_t begin, int64_t end, float* sum) {
               const float weight = float(term.weight);
-              for (int64_t row = begin / term.columns; begin < end; ++row) {
+              const uint8_t* packed = term.packed + begin / 8;
+              for (int64_t row = begin / term.columns, i = begin; i < end; ++row) {
                 const int64_t row_end = std::min(end, (row + 1) * term.columns);
                 const float* means = term.means + 2 * row;
-                add_by_sign(term.packed, begin, row_end, weight * means[0], weight * means[1], out);
-                begin = row_end;
+                add_by_sign(packed, i - begin, row_end - begin, weight * means[0], weight * means[1], sum);
+                i = row_end;
               }
             });
 }

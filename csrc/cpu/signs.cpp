@@ -251,10 +251,10 @@ void signs_majority(const SignsVote* table, int64_t count, const uint8_t* const*
 }
 
 void signs_decode_add(const WeightedSum* table, int64_t count, const SignsTerm* terms, int threads) {
-  add_terms(table, count, terms, kChunk, 1 << 12, threads,
-            [](const SignsTerm& term, int64_t begin, int64_t end, float* out) {
+  add_terms(table, count, terms, kChunk, kSumBlock, threads,
+            [](const SignsTerm& term, int64_t begin, int64_t end, float* sum) {
               const float weight = signs_value(term);
-              add_by_sign(term.packed, begin, end, weight, -weight, out);
+              add_by_sign(term.packed + begin / 8, 0, end - begin, weight, -weight, sum);
             });
 }
 

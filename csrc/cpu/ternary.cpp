@@ -94,11 +94,11 @@ void ternary_decode_add(const WeightedSum* table, int64_t count, const TernaryTe
   });
   if (*failed) return;
   add_terms(table, count, terms, kTritChunk, 10 * kTritBlock, threads,
-            [](const TernaryTerm& term, int64_t begin, int64_t end, float* out) {
+            [](const TernaryTerm& term, int64_t begin, int64_t end, float* sum) {
               const float value = float(term.weight * double(term.scale ? *term.scale : 1.0f));
               for (int64_t i = begin; i < end; i += kTritBlock) {
                 const int n = int(std::min<int64_t>(end - i, kTritBlock));
-                add_trits(term.packed + i / kDigits, width_of(n), n, value, out + i);
+                add_trits(term.packed + i / kDigits, width_of(n), n, value, sum + (i - begin));
               }
             });
 }

@@ -331,10 +331,10 @@ struct IndexTermEntry {
 __global__ void __launch_bounds__(kBlock) index_code_count_kernel(const IndexTermEntry* entries, uint32_t* counts) {
   const IndexTermEntry& entry = entries[blockIdx.y];
   const auto [stream, nbytes, values, count, weight] = entry.term;
-  const auto [out, n, terms, add] = entry.sum;
+  const auto [out, n, terms, add, dtype] = entry.sum;
   count_tiles_of(stream, nbytes, n, count, counts + entry.first_tile);
   if (!entry.clears) return;
-  for (int64_t i = grid_thread(); i < n; i += grid_threads()) out[i] = 0.0f;
+  for (int64_t i = grid_thread(); i < n; i += grid_threads()) static_cast<float*>(out)[i] = 0.0f;
 }
 
 __global__ void __launch_bounds__(kScanBlock)
@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(kBlock)
   __syncthreads();
   const float weight = float(entry.term.weight);
   const float* values = entry.term.values;
-  float* out = entry.sum.out;
+  auto* out = static_cast<float*>(entry.sum.out);
   for_each_index(
       entry.term.stream, entry.term.nbytes, entry.sum.n, entry.term.count, offsets + entry.first_tile,
       corrupt + entry.sum_index, [&](int64_t i, int64_t rank) { return out[i] + weight * __ldg(values + rank); },
@@ -364,7 +364,7 @@ __global__ void __launch_bounds__(kBlock)
   const IndexTermEntry& entry = entries[blockIdx.y];
   if (!corrupt[entry.sum_index]) return;
   if (grid_thread() == 0) report(failed);
-  float* out = entry.sum.out;
+  auto* out = static_cast<float*>(entry.sum.out);
   for (int64_t i = grid_thread(); i < entry.sum.n; i += grid_threads()) out[i] = bits_float(0x7fc00000u);
 }
 

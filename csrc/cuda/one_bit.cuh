@@ -83,19 +83,19 @@ __global__ void __launch_bounds__(kBlock)
   if (lane() == 0) side_means(total, entry.columns, entry.means + 2 * row);
 }
 
-__global__ void __launch_bounds__(kBlock) one_bit_decode_add_kernel(const WeightedSumEntry* entries, int64_t count,
+__global__ void __launch_bounds__(kBlock, 5) one_bit_decode_add_kernel(const WeightedSumEntry* entries, int64_t count,
                                                                     const OneBitTerm* terms, int32_t* failed) {
   constexpr int kQuads = kMostTile / (4 * kBlock);
   const WeightedSumEntry entry = entries[entry_of_block(entries, count)];
-  const auto [all, n, own_terms, add] = entry.sum;
+  const auto [out, n, own_terms, add, dtype] = entry.sum;
   const int64_t first = (blockIdx.x - entry.first_block) * kMostTile;
   const int length = int(n - first < kMostTile ? n - first : kMostTile), own = 4 * int(threadIdx.x);
-  float* out = all + first;
   bool bad = false;
   float sum[kQuads][4] = {};
   if (add) {
 #pragma unroll
-    for (int q = 0; q < kQuads; ++q) load4_changing(out, own + 4 * kBlock * q, length, sum[q]);
+    for (int q = 0; q < kQuads; ++q)
+      load4_changing(static_cast<float*>(out) + first, own + 4 * kBlock * q, length, sum[q]);
   }
   for (int64_t t = entry.first_term; t < entry.first_term + own_terms; ++t) {
     const OneBitTerm term = terms[t];
@@ -120,8 +120,10 @@ __global__ void __launch_bounds__(kBlock) one_bit_decode_add_kernel(const Weight
       });
     }
   }
+  typed_out(out, dtype, [&](auto* to) {
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) store4(out, own + 4 * kBlock * q, length, sum[q]);
+    for (int q = 0; q < kQuads; ++q) store4(to + first, own + 4 * kBlock * q, length, sum[q]);
+  });
   if (bad) report(failed);
 }
 

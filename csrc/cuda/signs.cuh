@@ -156,12 +156,12 @@ __global__ void __launch_bounds__(kBlock)
     signs_decode_add_kernel(const WeightedSumEntry* entries, int64_t count, const SignsTerm* terms) {
   constexpr int kQuads = int(kWarpBits / (4 * kLanes));
   const WeightedSumEntry entry = entries[entry_of_block(entries, count)];
-  const auto [out, n, own_terms, add] = entry.sum;
+  const auto [out, n, own_terms, add, dtype] = entry.sum;
   const int64_t tile = blockIdx.x - entry.first_block, first = tile * kTile + warp() * kWarpBits + 4 * lane();
   float sum[kQuads][4] = {};
   if (add) {
 #pragma unroll
-    for (int q = 0; q < kQuads; ++q) load4_changing(out, first + 4 * kLanes * q, n, sum[q]);
+    for (int q = 0; q < kQuads; ++q) load4_changing(static_cast<float*>(out), first + 4 * kLanes * q, n, sum[q]);
   }
   for (int64_t t = entry.first_term; t < entry.first_term + own_terms; ++t) {
     const float scale = signs_value(terms[t]);
@@ -173,8 +173,10 @@ __global__ void __launch_bounds__(kBlock)
       for (int j = 0; j < 4; ++j) sum[q][j] += bits >> j & 1 ? -scale : scale;
     }
   }
+  typed_out(out, dtype, [&, n = n](auto* to) {
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) store4(out, first + 4 * kLanes * q, n, sum[q]);
+    for (int q = 0; q < kQuads; ++q) store4(to, first + 4 * kLanes * q, n, sum[q]);
+  });
 }
 
 }  // namespace gradzip::cuda

@@ -99,7 +99,7 @@ struct TritValue {
 __global__ void __launch_bounds__(kBlock) ternary_decode_add_kernel(const WeightedSumEntry* entries, int64_t count,
                                                                     const TernaryTerm* terms, int32_t* failed) {
   const WeightedSumEntry entry = entries[entry_of_block(entries, count)];
-  const auto [out, n, own_terms, add] = entry.sum;
+  const auto [out, n, own_terms, add, dtype] = entry.sum;
   const int64_t tile = blockIdx.x - entry.first_block, task = tile * kBlock + threadIdx.x;
   const TernaryTerm *first = terms + entry.first_term, *end = first + own_terms;
   bool bad = false;
@@ -108,7 +108,8 @@ __global__ void __launch_bounds__(kBlock) ternary_decode_add_kernel(const Weight
     float sum[kDigits][4] = {};
     if (add) {
 #pragma unroll
-      for (int k = 0; k < kDigits; ++k) load4_changing(out, quad.element + k * kTritWidth, n, sum[k]);
+      for (int k = 0; k < kDigits; ++k)
+        load4_changing(static_cast<float*>(out), quad.element + k * kTritWidth, n, sum[k]);
     }
     for (const TernaryTerm* t = first; t < end; ++t) {
       const TritValue term(*t);
@@ -133,18 +134,28 @@ __global__ void __launch_bounds__(kBlock) ternary_decode_add_kernel(const Weight
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum[k][j] += take_trit(byte + j, values[j]);
     }
+    typed_out(out, dtype, [&, n = n](auto* to) {
 #pragma unroll
-    for (int k = 0; k < kDigits; ++k) store4(out, quad.element + k * kTritWidth, n, sum[k]);
+      for (int k = 0; k < kDigits; ++k) store4(to, quad.element + k * kTritWidth, n, sum[k]);
+    });
   }
-  for_last_bytes(tile, n, [&, out = out, add = add](int64_t at, int64_t element, int width, int digits) {
-    for (int k = 0; !add && k < digits; ++k) out[element + k * width] = 0.0f;
+  for_last_bytes(tile, n, [&, out = out, add = add, dtype = dtype](int64_t at, int64_t element, int width, int digits) {
+    float sum[kDigits];
+#pragma unroll
+    for (int k = 0; k < kDigits; ++k) sum[k] = add && k < digits ? static_cast<float*>(out)[element + k * width] : 0.0f;
     for (const TernaryTerm* t = first; t < end; ++t) {
       const TritValue term(*t);
       uint32_t byte = __ldg(term.packed + at);
       const bool trits = term.valid && byte <= kTopByte;
       bad |= !trits;
-      for (int k = 0; k < digits; ++k) out[element + k * width] += take_trit(&byte, trits ? term.value : undecodable());
+#pragma unroll
+      for (int k = 0; k < kDigits; ++k) sum[k] += take_trit(&byte, trits ? term.value : undecodable());
     }
+    typed_out(out, dtype, [&](auto* to) {
+#pragma unroll
+      for (int k = 0; k < kDigits; ++k)
+        if (k < digits) store1(to + element + k * width, sum[k]);
+    });
   });
   if (bad) report(failed);
 }

@@ -287,14 +287,14 @@ class _Codec(ABC):
 
     @abstractmethod
     def encode_all(self, shards: Tensor, keys: list[Key], payloads: Tensor, **feedback: Tensor | None) -> None:
-        """Encode the rows of `shards` (float32, or 16-bit floats), each with its key, to those of `payloads` (uint8).
+        """Encode the rows of `shards` (float32 or 16-bit), each with its key, to those of `payloads` (uint8).
 
         feedback: `residual` and `error` as of `ops.block_float_encode_all`, for `BlockFloat`.
         """
 
     @abstractmethod
     def decode_sum(self, payloads: list[Tensor], out: Tensor, weight: float) -> None:
-        """Write weight * the sum of decoded payloads, added in order, to `out` (flat; float32, or 16-bit floats for few payloads).
+        """Write weight * the sum of decoded payloads, added in order, to `out` (flat, float32 or 16-bit).
 
         If an element of a gradient was not finite, neither is the sum of its block.
         """

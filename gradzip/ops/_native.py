@@ -31,7 +31,7 @@ else:
 
 Dtypes = torch.dtype | tuple[torch.dtype, ...]
 HALF = (torch.float16, torch.bfloat16)
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # numbered as in csrc/common/dtype.h
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # numbered as in csrc/common/half.h
 MOST_HALF_TERMS = 240  # that kernels add to 16-bit floats in one launch on CUDA, with one rounding
 READ_ONLY = "_gradzip_read_only"  # attribute of tensors that share the memory of read-only arrays (arrays.py)
 
@@ -248,9 +248,7 @@ def sum_of(terms: int, out: Any, what: str, add: bool = False, device: torch.dev
     return in_place(out, FLOATS if once else torch.float32, what, device=device)
 
 
-def in_place(
-    x: Any, dtype: Dtypes, what: str, numel: int | None = None, device: torch.device | None = None
-) -> Tensor:
+def in_place(x: Any, dtype: Dtypes, what: str, numel: int | None = None, device: torch.device | None = None) -> Tensor:
     """Return `x`, checked, for a kernel to write to. Raises ValueError if it is read-only or not contiguous."""
     checked = check(x, dtype, what, numel, device)
     if getattr(x, READ_ONLY, False):

@@ -50,9 +50,9 @@ def block_float_encode(
     Each block is its step (float32), and then its codes in two's complement, a little-endian bit stream.
 
     x: n elements, any shape, float32, float16 or bfloat16. block: elements of a block, a multiple of 32, 4096 at most.
-    key: 64-bit key of the random generator, with 4 or 8 bits; None rounds to nearest. blocks: of the payload, at least ceil(n / block),
-    which is the default; zeros follow x. residual: n elements, float32, and then `error` is needed. error: n elements,
-    float32, for x + residual - decoded; may be x if that is float32. out: the payload's memory.
+    key: 64-bit key of the random generator, with 4 or 8 bits; None rounds to nearest. blocks: of the payload, at least
+    ceil(n / block), which is the default; zeros follow x. residual: n elements, float32, and then `error` is needed.
+    error: n elements, float32, for x + residual - decoded; may be x if that is float32. out: the payload's memory.
 
     If an element is not finite, its block decodes to NaN, and its `error` is NaN. If all magnitudes of a block
     are below 2^-100, its step is 2^-100 / s. Deterministic. Does not wait for the device.
@@ -134,8 +134,8 @@ def block_float_decode(payloads: Sequence[Tensor], out: Tensor, bits: int, block
     """Decode payloads of consecutive elements, of equally many blocks each, to `out`, in one pass.
 
     out: n elements, float32, float16 or bfloat16, in place; payload k has those from k * blocks * block on.
-    Deterministic. Does not wait for the device. Any bytes decode; raises PayloadError if the lengths of the payloads differ, or are not of whole blocks,
-    or have fewer elements than `out`.
+    Deterministic. Does not wait for the device. Any bytes decode; raises PayloadError if the lengths of the payloads
+    differ, or are not of whole blocks, or have fewer elements than `out`.
     """
     _decode(payloads, 1, out, bits, block, 1.0, None)
 

@@ -18,9 +18,9 @@ def num_buckets(numel: int, bucket: int) -> int:
 def bucket_norms(x: Tensor, bucket: int | None = None, norm: str = "l2") -> Tensor:
     """Return the norm of each `bucket` consecutive elements, or of all of them if None.
 
-    x: n elements, any shape, float32, float16 or bfloat16; norm: "l2", "max" or "l1". Returns float32 of ceil(n / bucket). NaN counts as 0,
-    infinity as the largest float, which no norm exceeds. Summed in double in a fixed order: no underflow,
-    deterministic. Does not wait for the device.
+    x: n elements, any shape, float32, float16 or bfloat16; norm: "l2", "max" or "l1". Returns float32 of ceil(n /
+    bucket). NaN counts as 0, infinity as the largest float, which no norm exceeds. Summed in double in a fixed order:
+    no underflow, deterministic. Does not wait for the device.
 
     >>> bucket_norms(torch.tensor([3.0, -4.0, 5.0]), 2).tolist(), bucket_norms(torch.ones(7), norm="l1").tolist()
     ([5.0, 5.0], [7.0])

@@ -245,8 +245,9 @@ def decode_sums(
     for i, column in enumerate(columns):
         terms[..., i] = column
     terms.view(np.float64)[..., -1] = weights
-    table = np.empty((len(outs), 4), np.int64)  # struct WeightedSum
+    table = np.empty((len(outs), 5), np.int64)  # struct WeightedSum
     table[:, 0], table[:, 1], table[:, 2], table[:, 3] = addresses(outs), numels(outs), terms.shape[1], add
+    table[:, 4] = list(map(_native.FLOATS.index, map(attrgetter("dtype"), outs)))
     run = _native.run_failed if fails else _native.run
     return run(kernel, outs[0], table.ctypes.data, len(table), terms.ctypes.data) or 0
 

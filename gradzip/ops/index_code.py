@@ -155,7 +155,7 @@ def index_code_decode_add_all(sums: Sequence[WeightedSum]) -> None:
     >>> out.tolist()
     [0.0, 1.5, 0.0]
     """
-    if failed := decode_sums("index_code_decode_add", sums, "<QqQqd", _term):  # struct IndexTerm
+    if failed := decode_sums("index_code_decode_add", sums, "<QqQqd", _term, half=False):  # struct IndexTerm
         raise PayloadError("corrupt indices: they are not ascending ones of the size of the sum", failed - 1)
 
 

@@ -26,8 +26,9 @@ def natural_nbytes(numel: int) -> int:
 def natural_encode(x: Tensor, key: int = 0, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return (packed, most): x rounded at random to powers of two, and max \\|x\\| as by `abs_max_tensor`.
 
-    x: n elements, any shape, float32, float16 or bfloat16. packed: uint8 of ceil(9 n / 8), in `out` if given: a little-endian bit stream,
-    per element the 8 bits of its exponent and the sign above them. most: float32 of 1 element. One pass over x.
+    x: n elements, any shape, float32, float16 or bfloat16. packed: uint8 of ceil(9 n / 8), in `out` if given: a
+    little-endian bit stream, per element the 8 bits of its exponent and the sign above them. most: float32 of 1
+    element. One pass over x.
 
     If 2^a <= \\|x\\| <= 2^(a+1), the magnitude becomes 2^(a + b), b = Bernoulli(\\|x\\| / 2^a - 1), from draw i of the
     key for element i. Magnitudes below 2^-126 become 0 or 2^-126, those above 2^127 become 2^127. Elements that are not

@@ -87,8 +87,9 @@ def one_bit_decode_add(packed: Tensor, means: Tensor, out: Tensor, weight: float
 def one_bit_decode_add_all(sums: Sequence[WeightedSum]) -> None:
     """Compute several sums of terms, as `one_bit_decode_add` adds them, in one call and one pass over each `out`.
 
-    sums: their terms are ((packed, means), weight); the rows of the means divide n. All tensors are on one device. The
-    terms of a sum are added in order, with the bits of as many calls of `one_bit_decode_add`.
+    sums: their terms are ((packed, means), weight); the rows of the means divide n. A sum that is not added to
+    `out` may be float16 or bfloat16: it is rounded once. All tensors are on one device. The terms of a sum are added in
+    order, with the bits of as many calls of `one_bit_decode_add`.
 
     Raises:
         PayloadError: with nothing changed, a length is wrong or a mean is not finite; `index` of the exception is the

@@ -97,9 +97,9 @@ def quantize_packed(
 ) -> tuple[Tensor, Tensor]:
     """Return (packed, norms): the levels of `quantize` as a bit stream, in one pass over x.
 
-    x: n elements, float32, float16 or bfloat16. packed: uint8 of ceil(n * bits / 8), in `out` if given: a little-endian bit stream, per
-    element \\|level\\| in the low bits - 1 bits and the sign above it; zero has no sign. norms: float32 of
-    ceil(n / bucket), in `norms` if given. Deterministic. Does not wait for the device.
+    x: n elements, float32, float16 or bfloat16. packed: uint8 of ceil(n * bits / 8), in `out` if given: a little-endian
+    bit stream, per element \\|level\\| in the low bits - 1 bits and the sign above it; zero has no sign. norms: float32
+    of ceil(n / bucket), in `norms` if given. Deterministic. Does not wait for the device.
 
     >>> packed, norms = quantize_packed(torch.tensor([3.0, 0.0, -3.0]), bits=4, norm="max")
     >>> [hex(byte) for byte in packed.tolist()]
@@ -119,10 +119,10 @@ def quantize_packed_all(
 ) -> tuple[Tensor, Tensor]:
     """`quantize_packed` for each row of a matrix, in one call, into payloads that hold both results.
 
-    x: (rows, n), float32, float16 or bfloat16; keys: of each row; payloads: (rows, size), uint8, in place. A payload has its norms first,
-    then the packed levels: its size is a multiple of 4, and at least that of both. What follows them is unchanged.
-    Returns (packed, norms), views of the payloads: (rows, ceil(n * bits / 8)), uint8, and (rows, ceil(n / bucket)),
-    float32. Deterministic. Does not wait for the device.
+    x: (rows, n), float32, float16 or bfloat16; keys: of each row; payloads: (rows, size), uint8, in place. A payload
+    has its norms first, then the packed levels: its size is a multiple of 4, and at least that of both. What follows
+    them is unchanged. Returns (packed, norms), views of the payloads: (rows, ceil(n * bits / 8)), uint8, and (rows,
+    ceil(n / bucket)), float32. Deterministic. Does not wait for the device.
 
     >>> payloads = torch.empty(2, 8, dtype=torch.uint8)
     >>> packed, norms = quantize_packed_all(torch.tensor([[3.0, 0.0], [0.0, -4.0]]), 4, 512, "max", [1, 2], payloads)

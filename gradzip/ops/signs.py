@@ -134,9 +134,9 @@ def signs_decode_add(packed: Tensor, out: Tensor, scale: float = 1.0) -> None:
 def signs_decode_add_all(sums: Sequence[WeightedSum]) -> None:
     """Compute several sums of terms, scale * sign, in one call and one pass over each `out`.
 
-    sums: their terms are (packed, scale). All tensors are on one device. The terms of a sum are added in order, with
-    the bits of as many calls of `signs_decode_add`. Raises PayloadError, with nothing changed, if the size of a term is
-    wrong.
+    sums: their terms are (packed, scale). A sum that is not added to `out` may be float16 or bfloat16: it is rounded
+    once. All tensors are on one device. The terms of a sum are added in order, with the bits of as many calls of
+    `signs_decode_add`. Raises PayloadError, with nothing changed, if the size of a term is wrong.
 
     >>> out = torch.empty(3)
     >>> terms = [(torch.tensor([bits], dtype=torch.uint8), 0.5) for bits in (1, 3)]

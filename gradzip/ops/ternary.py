@@ -84,8 +84,9 @@ def ternary_decode_add(packed: Tensor, scale: float | Tensor, out: Tensor, weigh
 def ternary_decode_add_all(sums: Sequence[WeightedSum]) -> None:
     """Compute several sums of terms, as `ternary_decode_add` adds them, in one call and one pass over each `out`.
 
-    sums: their terms are ((packed, scale), weight). All tensors are on one device. The terms of a sum are added in
-    order, with the bits of as many calls of `ternary_decode_add`.
+    sums: their terms are ((packed, scale), weight). A sum that is not added to `out` may be float16 or bfloat16: it is
+    rounded once. All tensors are on one device. The terms of a sum are added in order, with the bits of as many calls
+    of `ternary_decode_add`.
 
     Raises:
         PayloadError: with nothing changed, a size, a scale or a byte is wrong; `index` of the exception is the index of

@@ -77,6 +77,11 @@ def test_sums_are_rounded_once(dtype):
     natural = [ops.natural_encode(x, i)[0] for i, x in enumerate(xs)]
     levels = {(b, n): [ops.quantize_packed(x, b, n, "l2", i) for i, x in enumerate(xs)] for b, n in ((4, 512), (12, 7))}
     rounded = [ops.block_float_encode(x, 8, 256, i) for i, x in enumerate(xs)]
+    decoders = {
+        ops.signs_decode_add_all: [(ops.pack_signs(x), 0.3) for x in xs],
+        ops.one_bit_decode_add_all: [(ops.one_bit_packed(x.view(1, -1)), 0.3) for x in xs],
+        ops.ternary_decode_add_all: [((ops.ternary_packed(x, 20.0), 20.0), 0.3) for x in xs],
+    }
 
     def sums(dtype):
         def of(decode, *arguments):
@@ -90,6 +95,11 @@ def test_sums_are_rounded_once(dtype):
         yield of(ops.block_float_decode_sum, rounded, 8, 256, 0.3, xs[0])
         for (bits, bucket), terms in levels.items():
             yield of(ops.quantize_decode_sum, terms, bits, bucket, 0.3)
+        for decode_all, terms in decoders.items():
+            for count in (0, 3):
+                out = torch.empty(N + 1, dtype=dtype)[1:]
+                decode_all([ops.WeightedSum(out, terms[:count], add=False)])
+                yield out
 
     got = same_everywhere(lambda: tuple(sums(dtype)))
     assert all(same(g, expected.to(dtype)) for g, expected in zip(got, sums(torch.float32), strict=True))
@@ -104,6 +114,8 @@ def test_sums_that_would_be_rounded_twice_are_refused():
         lambda: ops.quantize_decode_sum([levels] * 241, out, 4),
         lambda: ops.quantize_decode_add(*levels, out, 4),
         lambda: ops.block_float_decode_sum([blocks] * 241, out, 8, 32),
+        lambda: ops.signs_decode_add(ops.pack_signs(x), out),
+        lambda: ops.index_code_decode_add_all([ops.WeightedSum(out, [], add=False)]),
     ):
         with pytest.raises(ValueError, match="out: got torch.bfloat16, expected torch.float32"):
             call()

@@ -33,7 +33,7 @@ static void test_decode(const Bytes& stream, int64_t numel, int64_t count, bool 
   int32_t corrupt = 0;
   const IndexStream on_cpu{stream, nbytes, numel, count, expected};
   cpu::index_code_decode(&on_cpu, 1, &corrupt, 1);
-  const WeightedSum table{sum, numel, 1, 1};
+  const WeightedSum table{sum, numel, 1, 1, 0};
   const IndexTerm term{stream, nbytes, values, count, 0.3};
   if (!corrupt) cpu::index_code_decode_add(&table, 1, &term, &corrupt, 1);
   const auto compare = [&] {
@@ -42,7 +42,7 @@ static void test_decode(const Bytes& stream, int64_t numel, int64_t count, bool 
     const IndexStream listed{stream, nbytes, numel, count, got};
     simt::call(cuda::index_code_decode, &listed, 1, failed);
     const Floats out(simt::data(simt::Kind::sparse, numel));
-    const WeightedSum same{out, numel, 1, 1};
+    const WeightedSum same{out, numel, 1, 1, 0};
     simt::call(cuda::index_code_decode_add, &same, 1, &term, failed + 1);
     simt::expect_equal(failed[0], corrupt, "index_code_decode: failed");
     simt::expect_equal(failed[1], corrupt, "index_code_decode_add: failed");
@@ -130,7 +130,7 @@ static void test_table(const std::vector<int64_t>& sizes, int64_t spoilt = -1) {
     std::vector<WeightedSum> table;
     for (int64_t i = 0; i < count; ++i) {
       outs.emplace_back(simt::data(simt::Kind::normal, sizes[size_t(i)]), i % 3);
-      table.push_back({outs.back(), sizes[size_t(i)], i % 4, i / 4 % 2});
+      table.push_back({outs.back(), sizes[size_t(i)], i % 4, i / 4 % 2, 0});
     }
     return table;
   };

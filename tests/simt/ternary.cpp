@@ -18,12 +18,12 @@ static void test(const Floats& x, int64_t n, float scale, float clip) {
   int32_t refused = 0;
   const TernarySource on_cpu{x, n, &scale, std::isinf(clip) ? nullptr : &clip, 3, expected};
   cpu::ternary_packed(&on_cpu, 1, simt::replays_for(n), 1);
-  const WeightedSum sum_on_cpu{expected_sum, n, 1, 1};
+  const WeightedSum sum_on_cpu{expected_sum, n, 1, 1, 0};
   const TernaryTerm term_on_cpu{expected, &scale, weight};
   cpu::ternary_decode_add(&sum_on_cpu, 1, &term_on_cpu, &refused, 1);
   simt::expect_equal(refused, 0, "ternary_decode_add on the CPU: failed");
   const auto decode_add = [&](const Bits& packed, const float* scales, double by, const Floats& out, int32_t* failed) {
-    const WeightedSum sum{out, n, 1, 1};
+    const WeightedSum sum{out, n, 1, 1, 0};
     const TernaryTerm term{packed, scales, by};
     simt::call(cuda::ternary_decode_add, &sum, 1, &term, failed);
   };
@@ -88,7 +88,8 @@ static void test_table(const std::vector<int64_t>& sizes) {
     std::vector<WeightedSum> table;
     for (size_t i = 0; i < sizes.size(); ++i) {
       outs.emplace_back(simt::data(simt::Kind::ties, sizes[i]), skip * int64_t(i % 3));
-      table.push_back({outs.back(), sizes[i], 3, int64_t(i % 2)});
+      // Some of those that are not added to are 16-bit floats, in memory for float32.
+      table.push_back({outs.back(), sizes[i], 3, int64_t(i % 2), i % 2 ? 0 : int64_t(i / 2 % 3)});
     }
     return table;
   };

@@ -119,6 +119,22 @@ GZ_DEVICE void store4(T* out, int64_t first, int64_t n, const float* value) {
     if (first + j < n) out[first + j] = rounded<T>(value[j]);
 }
 
+template <class T>
+GZ_DEVICE void store1(T* out, float value) {
+  *out = rounded<T>(value);
+}
+
+// f(out as a pointer to numbers of this type).
+template <class F>
+GZ_DEVICE void typed_out(void* out, int64_t dtype, F f) {
+  if (dtype == int64_t(Dtype::bfloat16))
+    f(static_cast<BFloat16*>(out));
+  else if (dtype == int64_t(Dtype::float16))
+    f(static_cast<Float16*>(out));
+  else
+    f(static_cast<float*>(out));
+}
+
 // The value of elements that cannot be decoded, NaN: nobody may be reading the flag, and a non-finite average makes
 // every rank skip the step.
 GZ_DEVICE float undecodable() { return bits_float(0x7fc00000u); }

@@ -115,7 +115,12 @@ class GatherCompressor(Compressor):
     # --- the codec
 
     def encode_all(self, parts: Sequence[Tensor], key: Key) -> Tensor:
-        """Encode the parts of a group (contiguous float32). Returns the payload (uint8). key: of random draws."""
+        """Encode the parts of a group. Returns the payload (uint8).
+
+        Args:
+            parts: contiguous; float32, or as `reads_half` says.
+            key: of random draws.
+        """
         (vector,) = parts
         return self.encode(vector, key)
 

@@ -48,6 +48,7 @@ class ListCodec(GatherCompressor):
     vectors = False
     fixed_nbytes = True
     undone_on_device = True
+    writes_half = True
 
     kernel: ClassVar[str]  # the decoder: its terms are the addresses of the code and of the numbers, and a weight
     problem: ClassVar[str | None] = None  # what the kernel fails with, if it can
