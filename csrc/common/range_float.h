@@ -76,17 +76,18 @@ GZ_HD float range_eps(const RangeFloat& r) { return bits_float(r.pbase << range_
 // `underflow` is the magnitude from which a number below eps becomes eps: eps/2, or u * eps for u uniform in (0, 1].
 // Zero stays zero, NaN becomes 0.
 GZ_HD uint32_t range_encode(const RangeFloat& r, float x, uint32_t noise, float underflow) {
-  const uint32_t u = float_bits(x), magnitude = u & 0x7fffffffu;
-  const int shift = range_shift(r);
-  const uint32_t t = (magnitude + noise) >> shift;
-  const bool negative = (u >> 31) != 0;
-  const uint32_t limit = negative ? r.negative : r.positive;
-  // magnitude >= underflow > 0 as one comparison, since two would not vectorise.
-  uint32_t index = magnitude > float_bits(underflow) - 1u ? 1u : 0u;
-  index = magnitude >= r.pbase << shift ? t - r.pbase + 1u : index;  // noise applies above eps only, underflow below
+  // Signed and strict, all below 2^31: AVX2 has no other comparison.
+  const uint32_t u = float_bits(x);
+  const int32_t magnitude = int32_t(u & 0x7fffffffu), below = int32_t(r.pbase << range_shift(r)) - 1;
+  const int32_t t = int32_t((uint32_t(magnitude) + noise) >> range_shift(r));
+  const bool negative = int32_t(u) < 0;
+  const int32_t limit = int32_t(negative ? r.negative : r.positive), before = negative ? int32_t(r.positive) : 0;
+  // magnitude >= underflow > 0 as one comparison, since two would not vectorise. Zero is reached by none.
+  int32_t index = magnitude > int32_t((float_bits(underflow) - 1u) & 0x7fffffffu) ? 1 : 0;
+  index = magnitude > below ? t - int32_t(r.pbase) + 1 : index;  // noise applies above eps only, underflow below
   index = index < limit ? index : limit;
-  index = magnitude > kInfBits ? 0u : index;
-  return index + (negative && index ? r.positive : 0u);
+  index = magnitude < int32_t(kInfBits + 1u) ? index : 0;
+  return index > 0 ? uint32_t(index + before) : 0u;
 }
 
 // range_encode never writes codes above P + Q; they decode to zero.

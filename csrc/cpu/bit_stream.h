@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/simd.h"
+#include "cpu/vectors.h"
 
 namespace gradzip::cpu {
 
@@ -16,20 +16,23 @@ GZ_INLINE void pack_block(const uint32_t* codes, int n, int bits, uint8_t* out) 
   uint8_t stage[kBitBlock * 4 + 16];
   uint8_t* at = stage;
   int i = 0;
-  if (bits <= 16) {  // by pairs, then fours, which vectorises, then eights
-    uint64_t pairs[kBitBlock / 2], fours[kBitBlock / 4];
-    const int eights = n / 8;
-    for (int j = 0; j < 4 * eights; ++j) {
-      uint64_t pair;
-      std::memcpy(&pair, codes + 2 * j, 8);
-      pairs[j] = (pair & 0xffffffffu) | pair >> (32 - bits);
+  // Eight at a time: pairs, then fours, which begin `bits` half bytes apart.
+  if (bits <= 16) {
+    using Words = Vector<uint64_t, 32>;
+    const Words shift = uint64_t(2 * bits) * Words{0, 1, 0, 1};
+    for (; i + 8 <= n; i += 8, at += bits) {
+      const Words two = load<32>(reinterpret_cast<const uint64_t*>(codes + i));
+      const Words pairs = ((two & 0xffffffffu) | two >> (32 - bits)) << shift;
+      const Words fours = pairs | __builtin_shuffle(pairs, Words{1, 0, 3, 2});
+      const uint64_t first = fours[0], second = fours[2];
+      if (bits % 2 == 0) {
+        std::memcpy(at, &first, 8);
+        std::memcpy(at + bits / 2, &second, 8);
+      } else {
+        const unsigned __int128 all = first | static_cast<unsigned __int128>(second) << (4 * bits);
+        std::memcpy(at, &all, 16);
+      }
     }
-    for (int j = 0; j < 2 * eights; ++j) fours[j] = pairs[2 * j] | pairs[2 * j + 1] << (2 * bits);
-    for (int j = 0; j < eights; ++j, at += bits) {
-      const unsigned __int128 all = fours[2 * j] | static_cast<unsigned __int128>(fours[2 * j + 1]) << (4 * bits);
-      std::memcpy(at, &all, 16);
-    }
-    i = 8 * eights;
   }
   uint64_t pending = 0;
   int filled = 0;

@@ -49,22 +49,7 @@ GZ_INLINE uint32_t largest_sum_body(const float* x, const float* residual, int n
 GZ_SIMD_DISPATCH(uint32_t, largest_sum, (const float* x, const float* residual, int n, float* sum),
                  (x, residual, n, sum))
 
-constexpr int kGroup = 32;  // elements whose codes are made together; a block has a multiple of it
-
-// Codes as bytes. Without the instructions named, AVX2 would clear what is above a byte, and order 8 at a time.
-template <int kBytes>
-GZ_INLINE void to_bytes(const int32_t* wide, int8_t* codes) {
-  if constexpr (kBytes == 32) {
-    const auto first = __builtin_ia32_packssdw256(load<32>(wide), load<32>(wide + 8));
-    const auto second = __builtin_ia32_packssdw256(load<32>(wide + 16), load<32>(wide + 24));
-    const auto halves = Vector<int32_t, 32>(__builtin_ia32_packsswb256(first, second));
-    const Vector<int32_t, 32> order = {0, 4, 1, 5, 2, 6, 3, 7};  // packing is within halves of a register
-    const auto bytes = __builtin_ia32_permvarsi256(halves, order);
-    std::memcpy(codes, &bytes, sizeof bytes);
-  } else {
-    for (int i = 0; i < kGroup; ++i) codes[i] = int8_t(wide[i]);
-  }
-}
+constexpr int kGroup = kBytesTogether;  // elements whose codes are made together; a block has a multiple of it
 
 // error[i] = x[i] - the value of its code; error may be x, or null.
 template <int kBytes, bool kError, class Round>

@@ -33,6 +33,7 @@ void unpack_scalar(const uint8_t* stream, int n, int bits, uint8_t* codes) {
 GZ_AVX2 void pack_avx2(const uint8_t* codes, int n, int bits, uint8_t* stream) {
   const uint64_t low = 0x0101010101010101ull * ((1u << bits) - 1);
   int i = 0;
+#pragma GCC unroll 4
   for (; n - i >= whole_word_codes(bits); i += 8, stream += bits) {
     uint64_t bytes;
     std::memcpy(&bytes, codes + i, 8);
@@ -45,6 +46,7 @@ GZ_AVX2 void pack_avx2(const uint8_t* codes, int n, int bits, uint8_t* stream) {
 GZ_AVX2 void unpack_avx2(const uint8_t* stream, int n, int bits, uint8_t* codes) {
   const uint64_t low = 0x0101010101010101ull * ((1u << bits) - 1);
   int i = 0;
+#pragma GCC unroll 4
   for (; n - i >= whole_word_codes(bits); i += 8, stream += bits) {
     uint64_t word;
     std::memcpy(&word, stream, 8);

@@ -10,7 +10,7 @@
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "cpu/philox.h"
-#include "cpu/simd.h"
+#include "cpu/vectors.h"
 
 namespace gradzip::cpu {
 namespace {
@@ -22,31 +22,36 @@ struct Bucket {
   int bits;
 };
 
-// Levels as signed integers, or as sign-magnitude codes of either width.
-template <class Code>
-GZ_INLINE void levels_loop(const float* x, const uint32_t* random, int n, Bucket b, Code* codes) {
-  for (int i = 0; i < n; ++i) {
-    const int32_t level = stochastic_level(finite_magnitude(x[i]), b.scale, b.s, random[i]);
-    const bool negative = float_bits(x[i]) >> 31;
-    if constexpr (std::is_signed_v<Code>)
-      codes[i] = negative ? -level : level;
-    else
-      codes[i] = Code(level_code(level, negative, b.bits));
-  }
+GZ_INLINE int32_t level_of(float x, uint32_t random, const Bucket& b) {
+  return stochastic_level(finite_magnitude(x), b.scale, b.s, random);
+}
+GZ_INLINE int32_t code_of(float x, uint32_t random, const Bucket& b) {
+  return int32_t(level_code(level_of(x, random, b), float_bits(x) >> 31, b.bits));
 }
 GZ_INLINE void signed_levels_body(const float* x, const uint32_t* random, int n, Bucket b, int32_t* codes) {
-  levels_loop(x, random, n, b, codes);
+  for (int i = 0; i < n; ++i) {
+    const int32_t level = level_of(x[i], random[i], b);
+    codes[i] = float_bits(x[i]) >> 31 ? -level : level;
+  }
 }
+// Sign-magnitude codes of up to 8 bits, and of more.
+template <int kBytes>
 GZ_INLINE void narrow_codes_body(const float* x, const uint32_t* random, int n, Bucket b, uint8_t* codes) {
-  levels_loop(x, random, n, b, codes);
+  int i = 0;
+  for (; i + kBytesTogether <= n; i += kBytesTogether) {
+    int32_t wide[kBytesTogether];
+    for (int j = 0; j < kBytesTogether; ++j) wide[j] = code_of(x[i + j], random[i + j], b);
+    to_bytes<kBytes>(wide, codes + i);
+  }
+  for (; i < n; ++i) codes[i] = uint8_t(code_of(x[i], random[i], b));
 }
 GZ_INLINE void wide_codes_body(const float* x, const uint32_t* random, int n, Bucket b, uint32_t* codes) {
-  levels_loop(x, random, n, b, codes);
+  for (int i = 0; i < n; ++i) codes[i] = uint32_t(code_of(x[i], random[i], b));
 }
 GZ_SIMD_DISPATCH(void, signed_levels, (const float* x, const uint32_t* random, int n, Bucket b, int32_t* codes),
                  (x, random, n, b, codes))
-GZ_SIMD_DISPATCH(void, narrow_codes, (const float* x, const uint32_t* random, int n, Bucket b, uint8_t* codes),
-                 (x, random, n, b, codes))
+GZ_SIMD_DISPATCH_BYTES(void, narrow_codes, (const float* x, const uint32_t* random, int n, Bucket b, uint8_t* codes),
+                       (x, random, n, b, codes))
 GZ_SIMD_DISPATCH(void, wide_codes, (const float* x, const uint32_t* random, int n, Bucket b, uint32_t* codes),
                  (x, random, n, b, codes))
 

@@ -4,11 +4,11 @@
 #include <limits>
 #include <vector>
 
-#include "common/philox.h"
 #include "common/range_float_fit.h"
 #include "cpu/bit_stream.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
+#include "cpu/philox.h"
 #include "cpu/simd.h"
 
 namespace gradzip::cpu {
@@ -62,11 +62,8 @@ GZ_INLINE int64_t encode_block(const RangeFloat& format, Rounding r, const float
 
 GZ_INLINE int64_t encode_block_stochastic(const RangeFloat& format, Rounding r, const float* x, int n, uint64_t key,
                                           int64_t first, uint32_t* codes) {
-  uint32_t words[kBitBlock];  // first is a multiple of 4
-  for (int i = 0; i < n; i += 4) {
-    const Philox4 draw = philox(key, uint64_t(first + i) / 4);
-    for (int j = 0; j < 4; ++j) words[i + j] = draw.v[j];
-  }
+  uint32_t words[kBitBlock];
+  philox_words(key, uint64_t(first), n, words);
   int outside = 0;
   for (int i = 0; i < n; ++i) {
     codes[i] = range_encode(format, x[i], words[i] & r.noise, unit_interval(words[i]) * r.underflow);
