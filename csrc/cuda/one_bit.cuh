@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kBlock)
 }
 
 __global__ void __launch_bounds__(kBlock, 5) one_bit_decode_add_kernel(const WeightedSumEntry* entries, int64_t count,
-                                                                    const OneBitTerm* terms, int32_t* failed) {
+                                                                       const OneBitTerm* terms, int32_t* failed) {
   constexpr int kQuads = kMostTile / (4 * kBlock);
   const WeightedSumEntry entry = entries[entry_of_block(entries, count)];
   const auto [out, n, own_terms, add, dtype] = entry.sum;
