@@ -147,7 +147,8 @@ void transform_decode(const WeightedSum* table, int64_t count, const TransformPa
                       int32_t* failed, int threads) {
   const TransformPart* first = parts;
   for (int64_t i = 0; i < count && !*failed; first += table[i++].terms) {
-    decode_sum(first, table[i].terms, code, weight, table[i].add != 0, table[i].out, table[i].n, failed, threads);
+    decode_sum(first, table[i].terms, code, weight, table[i].add != 0, static_cast<float*>(table[i].out), table[i].n,
+               failed, threads);
     if (*failed) *failed += int32_t(first - parts);
   }
 }

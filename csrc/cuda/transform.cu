@@ -114,7 +114,8 @@ int64_t transform_decode(void* workspace, const WeightedSum* table, int64_t coun
       some.sums.of[some.parts + c] = parts[first + c];
       some.sums.sum_of[some.parts + c] = some.count;
     }
-    some.sums.sums[some.count++] = {t, table[i].out, some.tiles, some.parts, terms, int32_t(first), table[i].add != 0};
+    some.sums.sums[some.count++] = {
+        t, static_cast<float*>(table[i].out), some.tiles, some.parts, terms, int32_t(first), table[i].add != 0};
     some.parts += terms;
     some.tiles += terms * (t.tiles + 1);
     some.most = std::max(some.most, t.tiles);

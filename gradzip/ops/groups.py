@@ -405,7 +405,7 @@ def transform_decode(parts: np.ndarray, code: int, outs: Sequence[Tensor], weigh
     """
     parts = parts.reshape(len(outs), -1)
     each = parts.shape[1]
-    table = np.empty((len(outs), 4), np.int64)  # struct WeightedSum of csrc/common/weighted_sum.h
+    table = np.zeros((len(outs), 5), np.int64)  # struct WeightedSum, of float32
     table[:, 0], table[:, 1] = addresses(outs), numels(outs)
     for first in range(0, each, _MOST_PARTS):
         some = np.ascontiguousarray(parts[:, first : first + _MOST_PARTS])

@@ -149,11 +149,11 @@ static void test_decode(uint32_t code, int64_t n, int count) {
   for (bool add : {false, true}) {
     const simt::Buffer<float> expected(start);
     int32_t refused = 0;
-    const WeightedSum sum{expected, n, count, add};
+    const WeightedSum sum{expected, n, count, add, 0};
     cpu::transform_decode(&sum, 1, table.data(), code, 0.3f, &refused, 1);
     simt::expect_equal(refused, 0, "transform_decode on the CPU: failed");
     const simt::Buffer<float> same(start);
-    const WeightedSum sum_by_wire{same, n, count, add};
+    const WeightedSum sum_by_wire{same, n, count, add, 0};
     cpu::transform_decode(&sum_by_wire, 1, by_wire.data(), code, 0.3f, &refused, 1);
     simt::expect_equal(refused, 0, "transform_decode by the wire on the CPU: failed");
     simt::expect_equal(same.get(), expected.get(), n, "transform_decode by the wire on the CPU");
@@ -161,7 +161,7 @@ static void test_decode(uint32_t code, int64_t n, int count) {
       for (const auto& listed : {table, by_wire}) {
         const simt::Buffer<float> out(start, n % 4);
         const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
-        const WeightedSum on_device{out, n, count, add};
+        const WeightedSum on_device{out, n, count, add, 0};
         simt::call(cuda::transform_decode, &on_device, 1, listed.data(), code, 0.3f, failed);
         simt::expect_equal(*failed.get(), 0, "transform_decode: failed");
         expect_close(out, expected, n, name("transform_decode", code, n) + ", parts: " + std::to_string(count));
@@ -172,7 +172,7 @@ static void test_decode(uint32_t code, int64_t n, int count) {
     const simt::Buffer<float> out(start);
     const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
     int32_t* const reported = flag ? failed.get() : nullptr;
-    const WeightedSum sum{out, n, count, add};
+    const WeightedSum sum{out, n, count, add, 0};
     simt::call(cuda::transform_decode, &sum, 1, wrong.data(), code, 0.3f, reported);
     if (flag) simt::expect_equal(*reported, index + 1, "transform_decode of an invalid part: failed");
     for (int64_t i = 0; i < n; ++i)
@@ -195,7 +195,7 @@ static void test_decode(uint32_t code, int64_t n, int count) {
     expect_invalid(wrong, bad, false, true);
     int32_t refused = 0;
     const simt::Buffer<float> out(start);
-    const WeightedSum sum{out, n, count, false};
+    const WeightedSum sum{out, n, count, false, 0};
     cpu::transform_decode(&sum, 1, wrong.data(), code, 0.3f, &refused, 1);
     simt::expect_equal(refused, bad + 1, "transform_decode of an invalid format on the CPU: failed");
     simt::expect_equal(out.get(), start.data(), n, "transform_decode of an invalid format on the CPU");
