@@ -168,7 +168,7 @@ class DGC(SparseCodec):
     def subtract_transmitted(self, of: Sequence[Group]) -> None:
         for group in of:
             state = group.state
-            assert state.payload is not None
+            assert state.residual is not None and state.payload is not None
             ranges = [(0, group.numel) if partition is None else partition[0][:2] for _, partition in state.payload]
             numels = [stop - start for start, stop in ranges]
             parsed = [self.parse(payload, numel) for (payload, _), numel in zip(state.payload, numels)]

@@ -8,7 +8,7 @@ import operator
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,9 +38,9 @@ class Drafts(NamedTuple):
     payloads: Sequence[Tensor]
     ks: Sequence[int]  # elements of each
     numels: Sequence[int]  # of the vectors
-    packed: Sequence[Tensor]  # room for the coded values
-    values: Sequence[Tensor]  # float32, to be written; with bits = 32, in the payloads
-    streams: Sequence[Tensor]  # room for the indices
+    packed: list[Tensor]  # room for the coded values
+    values: list[Tensor]  # float32, to be written; with bits = 32, in the payloads
+    streams: list[Tensor]  # room for the indices
 
 
 @dataclass
@@ -58,53 +58,53 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
         return self.encode_lists([[grad]], [key])[0]
 
     def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
-        vectors = [part.reshape(-1) for (part,) in lists]
+        vectors = list(map(methodcaller("reshape", -1), map(itemgetter(0), lists)))
         numels = list(map(Tensor.numel, vectors))
         drafts = self.drafts(list(map(self.num_kept, numels, map(attrgetter("step"), keys))), numels, vectors[0].device)
         return self.complete(drafts, groups.topk_abs(vectors, drafts.ks, drafts.values))
 
     def drafts(self, ks: Sequence[int], numels: Sequence[int], device: torch.device) -> Drafts:
         """Payloads to be completed, of k elements each of vectors of so many."""
-        drafts = self._drafts([ops.packed_nbytes(k, self.bits) for k in ks], ks, numels, device)
         if self.bits == 32:
-            return drafts._replace(values=[packed.view(torch.float32) for packed in drafts.packed])
+            return self._drafts(list(map((4).__mul__, ks)), ks, numels, device)
+        drafts = self._drafts([ops.packed_nbytes(k, self.bits) for k in ks], ks, numels, device)
         values = torch.empty(sum(ks), dtype=torch.float32, device=device)
-        return drafts._replace(values=values.split_with_sizes(list(ks)))
+        return drafts._replace(values=list(values.split_with_sizes(list(ks))))
 
     def _drafts(self, nbytes: Sequence[int], ks: Sequence[int], numels: Sequence[int], device: torch.device) -> Drafts:
         """The same, with room for so many bytes of values."""
         ends = list(map(operator.add, nbytes, map(ops.index_code_capacity, ks, numels)))
         payloads = ops.new_payloads(ends, device, streams=True)
         begin = ops.HEADER_NBYTES
-        packed = [payload[begin : begin + end] for payload, end in zip(payloads, nbytes)]
-        streams = [payload[begin + at : begin + end] for payload, at, end in zip(payloads, nbytes, ends)]
-        return Drafts(payloads, ks, numels, packed, (), streams)
+        drafts = Drafts(payloads, ks, numels, [], [], [])
+        for payload, at, end in zip(payloads, nbytes, ends):
+            packed = payload[begin : begin + at]
+            drafts.packed.append(packed)
+            drafts.streams.append(payload[begin + at : begin + end])
+            if self.bits == 32:
+                drafts.values.append(packed.view(torch.float32))
+        return drafts
 
-    def complete(self, drafts: Drafts, indices: Sequence[Tensor]) -> list[Tensor]:
-        """Seal payloads whose values are in place. indices: int32, ascending."""
-        # Check the kept elements, which include those that are not finite: their magnitudes are the largest.
-        magnitudes = ops.abs_max_all(drafts.values)
-        if self.bits == 32:
-            return self._seal_all(drafts, indices, magnitudes)
-        # Fit the mantissa to each payload: the largest values of a gradient span few octaves.
-        numbers = groups.range_float_fit(drafts.values, self.bits)
-        clamped = torch.empty((), dtype=torch.int64, device=magnitudes[0].device)  # none are: the range is that of all
-        groups.range_float_encode(drafts.values, numbers, self.bits, None, drafts.packed, clamped)
-        return self._seal_all(drafts, indices, magnitudes, numbers)
-
-    def _seal_all(
-        self, drafts: Drafts, indices: Sequence[Tensor], magnitudes: Sequence[Tensor],
-        numbers: Sequence[ops.RangeFloat | None] = (),
-    ) -> list[Tensor]:  # fmt: skip
-        """Write the indices and the headers."""
+    def complete(
+        self, drafts: Drafts, indices: Sequence[Tensor], magnitudes: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Seal payloads whose values are in place. indices: int32, ascending. magnitudes: of values that are coded."""
+        numbers: Sequence[ops.RangeFloat] = ()
+        if magnitudes is None:
+            # Check the kept elements, which include those that are not finite: their magnitudes are the largest.
+            magnitudes = groups.abs_max(drafts.values)
+            if self.bits < 32:
+                # Fit the mantissa to each payload: the largest values of a gradient span few octaves.
+                numbers = groups.range_float_fit(drafts.values, self.bits)
+                clamped = torch.empty((), dtype=torch.int64, device=drafts.values[0].device)  # the range is that of all
+                groups.range_float_encode(drafts.values, numbers, self.bits, None, drafts.packed, clamped)
         nbytes = groups.index_code_write(indices, drafts.numels, drafts.streams)
         streams = map(ops.Stream, map(Tensor.numel, drafts.packed), nbytes)
         rest = b"" if numbers else bytes(8)
-        fields = [_COUNT.pack(k) + rest for k in drafts.ks]
-        flags = itertools.repeat(0)
+        fields = map(operator.add, map(_COUNT.pack, drafts.ks), itertools.repeat(rest))
         seals = map(
-            ops.Seal, drafts.payloads, drafts.numels, fields, flags, magnitudes, numbers or itertools.repeat(None),
-            itertools.repeat(None), streams,
+            ops.Seal, drafts.payloads, drafts.numels, fields, itertools.repeat(0), magnitudes,
+            numbers or itertools.repeat(None), itertools.repeat(None), streams,
         )  # fmt: skip
         return ops.seal_payloads(list(seals), method=self.number, digest=self.digest)
 
@@ -284,7 +284,7 @@ class TopK(SparseCodec):
         drafts = self._drafts([nbytes], [count], [numel], flat.device)
         indices, records = ops.chunk_topk(flat, k, chunk, records=drafts.packed[0])
         magnitudes = ops.chunk_topk_max_level(records, k)
-        return self._seal_all(drafts._replace(ks=[k]), [indices], [magnitudes])[0]
+        return self.complete(drafts._replace(ks=[k]), [indices], [magnitudes])[0]
 
     def values_nbytes(self, k: int, numel: int) -> int:
         if self.chunk is None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import _native, replays
+from .abs_max import abs_max_all
 from .range_float import WORDS, RangeFloat
 from .restore import pattern_of
 
@@ -255,13 +256,24 @@ def decode_sums(
 # --- the largest elements of vectors, and coded indices
 
 
+def abs_max(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """`ops.abs_max_all`."""
+    if not tensors[0].is_cuda:
+        return abs_max_all(tensors)
+    most = torch.empty(len(tensors), dtype=torch.float32, device=tensors[0].device)
+    rows = [(x.data_ptr(), x.numel(), 1) for x in tensors]
+    table = np.array(rows, np.int64)  # struct Matrix of csrc/common/orthogonalize.h
+    _native.run("abs_max_columns", most, table.ctypes.data, len(rows), most.data_ptr())
+    return most.split(1)
+
+
 def topk_abs(vectors: Sequence[Tensor], ks: Sequence[int], values: Sequence[Tensor]) -> Sequence[Tensor]:
     """`ops.topk_abs` of each vector, for k >= 1. Writes the values, and returns the indices."""
     indices = torch.empty(sum(ks), dtype=torch.int32, device=vectors[0].device).split_with_sizes(ks)
-    table = np.empty((len(ks), 5), np.int64)  # struct TopkSource of csrc/common/topk_abs.h
-    table[:, 0], table[:, 1], table[:, 2] = addresses(vectors), numels(vectors), ks
-    table[:, 3], table[:, 4] = addresses(indices), addresses(values)
-    _run_table("topk_abs", vectors[0], [table])
+    of_each = zip(vectors, ks, indices, values)
+    rows = [(x.data_ptr(), x.numel(), k, at.data_ptr(), to.data_ptr()) for x, k, at, to in of_each]
+    table = np.array(rows, np.int64)  # struct TopkSource of csrc/common/topk_abs.h
+    _native.run("topk_abs", vectors[0], table.ctypes.data, len(rows))
     return indices
 
 
@@ -270,11 +282,10 @@ def index_code_write(
 ) -> Sequence[int] | Sequence[Tensor]:
     """`ops.index_code_write` of indices below each of `of`, without an error for invalid ones."""
     nbytes = torch.empty(len(outs), dtype=torch.int64, device=outs[0].device)
-    table = np.empty((len(outs), 6), np.int64)  # struct IndexSource of csrc/common/index_code.h
-    table[:, 0], table[:, 1], table[:, 2] = addresses(indices), numels(indices), of
-    table[:, 3], table[:, 4] = addresses(outs), numels(outs)
+    rows = [(x.data_ptr(), x.numel(), n, out.data_ptr(), out.numel(), 0) for x, n, out in zip(indices, of, outs)]
+    table = np.array(rows, np.int64)  # struct IndexSource of csrc/common/index_code.h
     table[:, 5] = nbytes.data_ptr() + 8 * np.arange(len(outs))
-    _run_table("index_code_encode", nbytes, [table])
+    _native.run("index_code_encode", nbytes, table.ctypes.data, len(rows))
     return nbytes.unbind() if nbytes.is_cuda else nbytes.tolist()
 
 
@@ -310,11 +321,12 @@ def transform_select(
     scratch: Sequence[Tensor],
 ) -> None:  # fmt: skip
     """`ops.transform_select` of each vector."""
-    table = np.empty((len(ks), 7), np.int64)  # struct TransformSource of csrc/common/transform.h
-    table[:, 0], table[:, 1], table[:, 2] = addresses(xs), numels(xs), ks
-    table[:, 3], table[:, 4] = addresses(scratch), numels(scratch)
-    table[:, 5], table[:, 6] = addresses(bitmaps), addresses(values)
-    _run_table("transform_select", xs[0], [table], code)
+    rows = [
+        (x.data_ptr(), x.numel(), k, room.data_ptr(), room.numel(), bitmap.data_ptr(), to.data_ptr())
+        for x, k, room, bitmap, to in zip(xs, ks, scratch, bitmaps, values)
+    ]
+    table = np.array(rows, np.int64)  # struct TransformSource of csrc/common/transform.h
+    _native.run("transform_select", xs[0], table.ctypes.data, len(rows), code)
 
 
 def range_float_fit(

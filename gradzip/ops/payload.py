@@ -109,7 +109,7 @@ def new_payloads(
 
     streams: their last sections are streams (`Seal`), behind which `seal_payloads` writes the padding.
     """
-    sizes = [_padded(HEADER_NBYTES + nbytes) for nbytes in section_nbytes]
+    sizes = [-(-(HEADER_NBYTES + nbytes) // PAYLOAD_ALIGN) * PAYLOAD_ALIGN for nbytes in section_nbytes]
     made = torch.empty if streams else torch.zeros
     return list(made(sum(sizes), dtype=torch.uint8, device=device).split_with_sizes(sizes))
 

@@ -158,7 +158,7 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
         groups.range_float_encode(values, numbers, self.bits, noise, codes, clamped)
         # Check the kept coefficients, which include those that are not finite: a transform may overflow even if the
         # gradient is finite.
-        magnitudes = ops.abs_max_all(values)
+        magnitudes = groups.abs_max(values)
         seals = [
             ops.Seal(
                 payload, grad.numel(), _FIELDS.pack(k, plan.axes, 0), 0, magnitude, number,
