@@ -51,7 +51,7 @@ cuda_of_torch() {
   # Shared, so that a process has one NCCL: the one that torch has loaded.
   export CUDA_HOME=$home HOROVOD_CUDA_HOME=$home HOROVOD_NCCL_HOME=$home HOROVOD_NCCL_LINK=SHARED PATH=$home/bin:$PATH
 }
-if [[ ${HOROVOD_GPU_OPERATIONS:-} == NCCL ]] && ! command -v nvcc; then cuda_of_torch; fi
+if [[ ${HOROVOD_GPU_OPERATIONS:-} == NCCL && -z ${HOROVOD_CUDA_HOME:-} ]] && ! command -v nvcc; then cuda_of_torch; fi
 
 # torch's headers take 1.5 GB per compiler.
 cores=$(getconf _NPROCESSORS_ONLN)
