@@ -176,5 +176,5 @@ class DGC(SparseCodec):
             sent = groups.index_code_decode([stream for stream, _ in parsed], numels, counts).long()
             if len(ranges) > 1:
                 torch._foreach_add_(sent.split_with_sizes(counts), [start for start, _ in ranges])
-            for flat in (state.residual, state.velocity) if self.momentum else (state.residual,):
-                flat.view(-1).index_fill_(0, sent, 0.0)
+            for field in ("residual", "velocity") if self.momentum else ("residual",):
+                getattr(state, field).view(-1).index_fill_(0, sent, 0.0)

@@ -239,8 +239,8 @@ static void test_several(uint32_t code, int64_t most, const std::vector<int64_t>
     }
     const auto start = simt::data(simt::Kind::normal, n);
     wanted.emplace_back(start), outs.emplace_back(start, i % 4);
-    sums_there.push_back({wanted.back(), n, i == 5 ? kMostParts : i % 4, i % 2});
-    sums.push_back({outs.back(), n, i == 5 ? kMostParts : i % 4, i % 2});
+    sums_there.push_back({wanted.back(), n, i == 5 ? kMostParts : i % 4, i % 2, 0});
+    sums.push_back({outs.back(), n, i == 5 ? kMostParts : i % 4, i % 2, 0});
   }
   cpu::transform_select(there.data(), kCount, code, 2);
   simt::call(cuda::transform_select, sources.data(), kCount, code);
