@@ -1,5 +1,5 @@
-// A tile is transformed 16 rows at a time, a row to a lane of one register or several, so that its coefficients stay in the
-// L1 cache.
+// A tile is transformed 16 rows at a time, a row to a lane of one register or several, so that its coefficients stay in
+// the L1 cache.
 #include "cpu/transform_tile.h"
 
 #include <cstring>
@@ -206,8 +206,10 @@ GZ_AVX512 void store_rows_avx512(const float* slots, const Rows& rows, float* x)
 GZ_SIMD_SELECT(void, load_rows, (const float* x, const Rows& rows, Ahead& ahead, float* slots), (x, rows, ahead, slots))
 GZ_SIMD_SELECT(void, store_rows, (const float* slots, const Rows& rows, float* x), (slots, rows, x))
 
-// --- the transforms of the rows in a register, in place. Of a vector of 64 bytes, g++ would make several registers for AVX2,
-// but copy it by 16 bytes, and wait for these to be stored before they are read as registers.
+// --- the transforms of the rows in a register, in place
+//
+// Of a vector of 64 bytes, g++ would make several registers for AVX2, but copy it by 16 bytes, and wait for these to be
+// stored before they are read as registers.
 
 // The stages for which 2^stages complex numbers stay in registers, of which AVX-512 has 32 and the others 16.
 template <int kBytes>

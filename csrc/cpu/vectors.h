@@ -96,8 +96,8 @@ GZ_INLINE Vector<float, kWide / 2> narrowed(const Vector<double, kWide>& v) {
 
 constexpr int kBytesTogether = 32;
 
-// 32 integers as bytes (int8_t or uint8_t), which they fit. Of a loop, g++ would make twice as many instructions of AVX2: it
-// clears what is above a byte, and orders what it has packed at every step.
+// 32 integers as bytes (int8_t or uint8_t), which they fit. Of a loop, g++ would make twice as many instructions of
+// AVX2: it clears what is above a byte, and orders what it has packed at every step.
 template <int kBytes, class Byte>
 GZ_INLINE void to_bytes(const int32_t* wide, Byte* bytes) {
   if constexpr (kBytes == 32) {
