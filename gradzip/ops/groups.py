@@ -1,6 +1,9 @@
 """Kernels that take the gradients of whole groups in one call, for methods. Arguments are not checked.
 
 All tensors of a call are on one device; nothing waits for it.
+
+Kernels take tables by address, which is `table.__array_interface__["data"][0]`: `table.ctypes.data` makes two calls of
+Python. Of tables with fields, the former makes more.
 """
 
 from __future__ import annotations
@@ -135,7 +138,7 @@ def abs_max_columns(factors: Sequence[Factor]) -> list[Tensor]:
 
 def _run_table(name: str, where: Tensor, tables: Sequence[np.ndarray], *arguments: float) -> None:
     table = np.concatenate(tables) if len(tables) > 1 else tables[0]
-    _native.run(name, where, table.ctypes.data, len(table), *arguments)
+    _native.run(name, where, table.__array_interface__["data"][0], len(table), *arguments)
 
 
 # --- tensors that get their old values back
@@ -263,7 +266,7 @@ def abs_max(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     most = torch.empty(len(tensors), dtype=torch.float32, device=tensors[0].device)
     rows = [(x.data_ptr(), x.numel(), 1) for x in tensors]
     table = np.array(rows, np.int64)  # struct Matrix of csrc/common/orthogonalize.h
-    _native.run("abs_max_columns", most, table.ctypes.data, len(rows), most.data_ptr())
+    _native.run("abs_max_columns", most, table.__array_interface__["data"][0], len(rows), most.data_ptr())
     return most.split(1)
 
 
@@ -273,7 +276,7 @@ def topk_abs(vectors: Sequence[Tensor], ks: Sequence[int], values: Sequence[Tens
     of_each = zip(vectors, ks, indices, values)
     rows = [(x.data_ptr(), x.numel(), k, at.data_ptr(), to.data_ptr()) for x, k, at, to in of_each]
     table = np.array(rows, np.int64)  # struct TopkSource of csrc/common/topk_abs.h
-    _native.run("topk_abs", vectors[0], table.ctypes.data, len(rows))
+    _native.run("topk_abs", vectors[0], table.__array_interface__["data"][0], len(rows))
     return indices
 
 
@@ -285,7 +288,7 @@ def index_code_write(
     rows = [(x.data_ptr(), x.numel(), n, out.data_ptr(), out.numel(), 0) for x, n, out in zip(indices, of, outs)]
     table = np.array(rows, np.int64)  # struct IndexSource of csrc/common/index_code.h
     table[:, 5] = nbytes.data_ptr() + 8 * np.arange(len(outs))
-    _native.run("index_code_encode", nbytes, table.ctypes.data, len(rows))
+    _native.run("index_code_encode", nbytes, table.__array_interface__["data"][0], len(rows))
     return nbytes.unbind() if nbytes.is_cuda else nbytes.tolist()
 
 
@@ -295,7 +298,7 @@ def index_code_decode(streams: Sequence[Tensor], of: Sequence[int], counts: Sequ
     table = np.empty((len(counts), 5), np.int64)  # struct IndexStream of csrc/common/index_code.h
     table[:, 0], table[:, 1], table[:, 2], table[:, 3] = addresses(streams), numels(streams), of, counts
     table[:, 4] = out.data_ptr() + 4 * (np.cumsum(counts) - counts)
-    _native.run_failed("index_code_decode", out, table.ctypes.data, len(table))
+    _native.run_failed("index_code_decode", out, table.__array_interface__["data"][0], len(table))
     return out
 
 
@@ -326,7 +329,7 @@ def transform_select(
         for x, k, room, bitmap, to in zip(xs, ks, scratch, bitmaps, values)
     ]
     table = np.array(rows, np.int64)  # struct TransformSource of csrc/common/transform.h
-    _native.run("transform_select", xs[0], table.ctypes.data, len(rows), code)
+    _native.run("transform_select", xs[0], table.__array_interface__["data"][0], len(rows), code)
 
 
 def range_float_fit(

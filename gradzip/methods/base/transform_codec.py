@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 import struct
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -129,7 +128,7 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
         return self.encode_lists([[grad]], [key])[0]
 
     def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
-        grads = [grad for (grad,) in lists]
+        grads = [*itertools.chain.from_iterable(lists)]
         plans, ks = zip(*map(self._plan_and_k, map(attrgetter("shape"), grads), keys))
         if max(ks) >= 1 << 32:
             raise ValueError(
@@ -137,24 +136,30 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
                 "theta"
             )
         xs, transform = self.signals(grads), plans[0].transform  # partitions of a group have one transform
-        device, counts, segments = xs[0].device, [plan.groups for plan in plans], [plan.segment for plan in plans]
-        bitmaps = self._cut("bitmaps", [-(-count // 8) for count in counts], torch.uint8, device)
-        values = self._cut("values", [k * transform.group for k in ks], torch.float32, device)
-        room = [_scratch_numel(plan.numel, transform, k, device) for plan, k in zip(plans, ks)]
+        device, on_device = xs[0].device, xs[0].is_cuda
+        bitmap_nbytes, kept, room, codes_ends, ends = [], [], [], [], []
+        for plan, k in zip(plans, ks):
+            bitmap_nbytes.append(-(-plan.groups // 8))
+            kept.append(k * transform.group)
+            room.append(_scratch_numel(plan.numel, transform, k, device))
+            codes_ends.append(ops.packed_nbytes(kept[-1], self.bits))
+            # On a device, room for the longest stream, so that nothing waits to learn its length.
+            ends.append(codes_ends[-1] + _bitmap_capacity(plan.groups, plan.segment, k if on_device else None))
+        bitmaps = self._cut("bitmaps", bitmap_nbytes, torch.uint8, device)
+        values = self._cut("values", kept, torch.float32, device)
         scratch = self._cut("candidates", room, torch.float32, device)
         groups.transform_select(xs, transform.code, ks, bitmaps, values, scratch)
-        codes_ends = [ops.packed_nbytes(k * transform.group, self.bits) for k in ks]
-        # On a device, room for the longest stream, so that nothing waits to learn its length.
-        most = ks if device.type == "cuda" else itertools.repeat(None)
-        ends = list(map(operator.add, codes_ends, map(_bitmap_capacity, counts, segments, most)))
         payloads, begin = ops.new_payloads(ends, device, streams=True), ops.HEADER_NBYTES
-        outs = [payload[begin + at : begin + end] for payload, at, end in zip(payloads, codes_ends, ends)]
+        codes, outs = [], []
+        for payload, codes_end, end in zip(payloads, codes_ends, ends):
+            codes.append(payload[begin : begin + codes_end])
+            outs.append(payload[begin + codes_end : begin + end])
+        counts, segments = list(map(attrgetter("groups"), plans)), list(map(attrgetter("segment"), plans))
         nbytes = groups.bitmap_code_write(bitmaps, counts, segments, outs)
         numbers = groups.range_float_fit(values, self.bits, self.mantissa, self._range)
         noise = [key.bits for key in keys] if self.rounding == "stochastic" else None
         if (clamped := self._clamped.get(device)) is None:
             clamped = self._clamped[device] = torch.zeros((), dtype=torch.int64, device=device)
-        codes = [payload[begin : begin + end] for payload, end in zip(payloads, codes_ends)]
         groups.range_float_encode(values, numbers, self.bits, noise, codes, clamped)
         # Check the kept coefficients, which include those that are not finite: a transform may overflow even if the
         # gradient is finite.
