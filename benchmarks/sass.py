@@ -87,9 +87,7 @@ WORK: Mapping[str, Mapping[str, Work]] = {
         "transform_decode_kernel<RowTile<FourierRow<64> > >": Work(
             64, "element", dict.fromkeys([1, 4, 5, 8, 9, 10, 11], 0) | {7: 2.4}
         ),
-        "transform_emit_kernel": Work(
-            64, "element", dict.fromkeys([3, 4, 8, 9], 0) | {2: 6.4, 5: 6.4, 7: 12}
-        ),
+        "transform_emit_kernel": Work(64, "element", dict.fromkeys([3, 4, 8, 9], 0) | {2: 6.4, 5: 6.4, 7: 12}),
     },
 }
 
