@@ -41,6 +41,7 @@ for epoch in range(5):
     with torch.no_grad():
         accuracy = (network(test[0]).argmax(1) == test[1]).float().mean().item()
     if rank == 0:
-        print(f"epoch {epoch + 1}: test accuracy {accuracy:.1%}, {state.traffic.ratio:.2f} times fewer bytes")
+        fewer = state.traffic.wire_ratio(size)
+        print(f"epoch {epoch + 1}: test accuracy {accuracy:.1%}, {fewer:.2f} times fewer bytes sent")
 
 dist.destroy_process_group()

@@ -9,6 +9,9 @@
 
 namespace gradzip {
 
+// Terms of a sum that kernels add to 16-bit floats in one launch: it is rounded once (MOST_HALF_TERMS of ops/_native.py).
+constexpr int kMostHalfTerms = 240;
+
 struct BFloat16 {
   uint16_t bits;
 };

@@ -109,6 +109,7 @@ __global__ void __launch_bounds__(kBlock)
 }
 
 constexpr int kTableSize = 256;  // payloads whose table fits the 4 KB of kernel arguments
+static_assert(kTableSize >= kMostHalfTerms, "a sum in 16-bit floats takes one launch");
 
 struct PayloadTable {
   const uint32_t* of[kTableSize];

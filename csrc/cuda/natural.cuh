@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(kBlock)
 }
 
 constexpr int kNaturalBatch = 480;  // payloads whose table fits the 4 KB of kernel arguments
+static_assert(kNaturalBatch >= kMostHalfTerms, "a sum in 16-bit floats takes one launch");
 
 struct NaturalPayloads {
   const uint8_t* of[kNaturalBatch];

@@ -71,6 +71,7 @@ __global__ void __launch_bounds__(kBlock) quantize_decode_kernel(const int32_t* 
 }
 
 constexpr int kTermsBatch = 240;  // terms whose table fits the 4 KB of kernel arguments
+static_assert(kTermsBatch >= kMostHalfTerms, "a sum in 16-bit floats takes one launch");
 
 struct QuantizedTerms {
   QuantizedTerm of[kTermsBatch];

@@ -46,7 +46,10 @@ class Traffic:
         return self.bytes_dense / self.bytes_sent if self.bytes_sent else 1.0
 
     def wire_ratio(self, ranks: int) -> float:
-        """Bytes that `ranks` ranks would send each in an uncompressed all-reduce, for each byte on the wire."""
+        """Bytes that `ranks` ranks would send each in an uncompressed all-reduce, for each byte on the wire.
+
+        For averages of gradients. FSDP2's collectives (`gradzip.fsdp.quantize`) replace no all-reduce.
+        """
         dense = sent_share("all_reduce", ranks) * self.bytes_dense
         return dense / self.bytes_wire if self.bytes_wire else 1.0
 

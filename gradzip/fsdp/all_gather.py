@@ -18,7 +18,7 @@ from ..methods.base.compressor import Compressor
 from ..methods.block_float import BlockFloat
 from ..ops import tensors as ops
 from .connections import Connections
-from .shards import FLOATING, Gathered, begins_pass
+from .shards import FLOATING, Gathered, is_between_passes
 
 
 def all_gather(compressor: Compressor) -> AllGather:
@@ -64,7 +64,12 @@ class Passes:
     def begin_forward(self, module: Any, *_: object) -> None:
         """A hook of each module's forward pass, before FSDP's."""
         self.trains = torch.is_grad_enabled()
-        if begins_pass(module):
+        if is_between_passes(module):
+            self._asked.clear()
+
+    def end_forward(self, module: Any, *_: object) -> None:
+        """A hook of each module's forward pass, after FSDP's. Modules may be gathered before the next one begins."""
+        if is_between_passes(module):
             self._asked.clear()
 
     def agree(self, engine: Engine, device: torch.device) -> None:
@@ -264,7 +269,8 @@ class DeltaGather(AllGather):
         elif not (self._gathered.is_again or self.is_reduced):
             self._passes.agree(self._connections.engine(group, weights.device), weights.device)
         if (self.has_changed or self.is_reduced) and not self._gathered.is_again:
-            rows = self._reference.view(-1, weights.numel())
+            # A difference from what is not finite is not finite, also when the weight is again.
+            rows = self._reference.view(-1, weights.numel()).nan_to_num_(0.0, 0.0, 0.0)
             mine, exact = self._split(weights)
             rounded, _ = self._split(rows[group.rank()])
             payloads = self._sent(self._encoded([a.float() - b for a, b in zip(mine, rounded)], exact), group)
@@ -295,13 +301,14 @@ class DeltaGather(AllGather):
         part = self._reference.view(self.engine.size, -1)[self.engine.rank].cpu().clone()
         return {"part": part, "is_due": self.is_reduced or self.has_changed or self.is_written}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Any] | None) -> None:
         """Load what `state` has returned. Ranks gather it, exactly, before the next difference.
 
         Raises:
             ValueError: it has another number of elements.
         """
-        got, expected = state["part"].numel(), sum(self._gathered.numels.values())
+        expected = sum(self._gathered.numels.values())
+        got = expected if state is None else state["part"].numel()
         if got != expected:
             what = f"got {got} elements of module {self._gathered.name!r}, expected {expected}"
             raise ValueError(f"Quantized.load_state_dict: {what}: load the state of this model, with the same mesh")

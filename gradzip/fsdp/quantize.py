@@ -56,8 +56,7 @@ class Quantized:
                 raise ValueError(f"Quantized.load_state_dict: {got}: set up the model as in the job that saved it")
         for part, of in self._parts.items():
             for name, one in of.items():
-                if state[part][name] is not None:
-                    one.load(state[part][name])
+                one.load(state[part][name])
 
     @property
     def _key(self) -> str:
@@ -103,8 +102,9 @@ def quantize(
         reference: "delta" gathers differences to the weights of the last gather, which each rank keeps whole, in the
             dtype in which they are gathered (`DeltaGather`): errors become smaller than steps of the optimizer, and the
             backward pass gathers nothing. For models that fit on each rank, sharded for their optimizer's state.
-        error_feedback: of the reduce-scatters (`reduce_scatter`): 4 bytes for each parameter of the model on each rank,
-            and as much again within a backward pass.
+        error_feedback: each rank adds what rounding has lost of its gradients to the next ones. For `BlockFloat`.
+            Memory on each rank: 4 bytes for each parameter of the whole model, not of its shards, and as much again
+            within a backward pass; with `Hierarchical` and n ranks on a node, 1/n of that.
 
     Raises:
         ValueError: no sharded module, nothing to set, another method or reference, or a module whose parameters have
@@ -159,4 +159,5 @@ def quantize(
             module.set_custom_reduce_scatter(in_use[name])
         if keep or reference:
             module.register_forward_pre_hook(passes.begin_forward, prepend=True)
+            module.register_forward_hook(passes.end_forward)
     return Quantized(gathers, scatters, [name for name, _ in modules], rounded, exact)

@@ -26,8 +26,10 @@ from ..ops import tensors as ops
 from .backward_pass import BackwardPass
 from .connections import Connections
 
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
 
-def reduce_scatter(compressor: Compressor, error_feedback: bool = False) -> ReduceScatter:
+
+def reduce_scatter(compressor: Compressor) -> ReduceScatter:
     """A reduce-scatter that sends quantized gradients, for FSDP2's `set_custom_reduce_scatter`.
 
         quantized = gradzip.fsdp.reduce_scatter(gradzip.BlockFloat(bits=8))
@@ -45,16 +47,12 @@ def reduce_scatter(compressor: Compressor, error_feedback: bool = False) -> Redu
 
     Args:
         compressor: `BlockFloat`, or `QSGD` with coding="packed": others have no payloads of a fixed length. Or
-            `Hierarchical` with one of these. Its own `error_feedback` has no effect.
-        error_feedback: each rank adds what rounding has lost of its gradients to the next ones. For `BlockFloat`. Give
-            each module an object of its own then, as `quantize` does. Memory on each rank: 4 bytes for each parameter
-            of the whole model, not of its shards, and as much again within a backward pass; with `Hierarchical`, 1/n
-            of that.
+            `Hierarchical` with one of these. Its own `error_feedback` has no effect: `quantize` has one.
 
     Raises:
-        ValueError: another method; or error feedback with one that is not `BlockFloat`.
+        ValueError: another method.
     """
-    return ReduceScatter(compressor, feedback=Feedback(compressor) if error_feedback else None)
+    return ReduceScatter(compressor)
 
 
 class Feedback:
@@ -81,12 +79,12 @@ class Feedback:
         self.former: dict[ReduceScatter, Tensor | None] = {}
         self._magnitudes: dict[dist.ProcessGroup, list[Tensor]] = {}
 
-    def begin(self, module: ReduceScatter) -> None:
-        """Called before the gradients of a module are encoded."""
+    def begin(self, module: ReduceScatter, device: torch.device) -> None:
+        """Called before the gradients of a module are encoded, on a device."""
         loss_scale = self._compressor.memory.loss_scale
         if self._pass.begin():
             loss_scale.begin_step()
-        module.rescale(loss_scale.value)
+        module.prepare(loss_scale.value, device)
         self.former.setdefault(module, module.residual)
 
     def reduced(self, gradients: Tensor, group: dist.ProcessGroup) -> None:
@@ -190,7 +188,7 @@ class ReduceScatter:
             chunks = self._connections.node_chunks(group)
             if chunks is not None and chunks.nodes == 1:
                 self.traffic.count(input_tensor.nbytes, engine.wire_shares[AllToAll], "node")
-                dist.reduce_scatter_single(output_tensor, input_tensor, op, group)
+                _reduce_scatter(output_tensor, input_tensor, op, group)
             else:
                 shards, summands = input_tensor.view(engine.size, -1), 1
                 if shards.dtype not in ops.HALF or chunks is not None or self._feedback is not None:
@@ -216,7 +214,7 @@ class ReduceScatter:
         if self._feedback is None:
             self._codec.encode_all(shards, keys, payloads)
         else:
-            self._feedback.begin(self)
+            self._feedback.begin(self, shards.device)
             self._encode_with_residual(shards, keys, payloads)
         lengths = (payloads.shape[1],) * ranks
         received = engine.run(AllToAll(payloads.view(-1), lengths, same_length=True, scope=scope), "reduce_scatter")
@@ -231,24 +229,25 @@ class ReduceScatter:
         if residual is not None and residual.shape != shards.shape:
             got = f"got gradients of shape {tuple(shards.shape)}, expected {tuple(residual.shape)} as before"
             raise RuntimeError(f"{self._name}: {got}; with error feedback, each module needs an object of its own")
-        if residual is not None:
-            residual = residual.to(shards.device)
         self.residual = torch.empty_like(shards)
         self._codec.encode_all(shards, keys, payloads, residual=residual, error=self.residual)
 
     # --- state
 
-    def rescale(self, scale: float) -> None:
-        """Multiply the residual if the loss scale has changed."""
-        if self.residual is not None and scale != self._scale:
-            self.residual = self.residual * (scale / self._scale)
+    def prepare(self, scale: float, device: torch.device) -> None:
+        """Have the residual, which may have been loaded, on the device, and multiplied by changes of the loss scale."""
+        if self.residual is not None:
+            self.residual = self.residual.to(device)
+            if scale != self._scale:
+                self.residual = self.residual * (scale / self._scale)
         self._scale = scale
 
     def state(self) -> dict[str, Any]:
         """What a resumed job needs for the same bits: the number of calls, and the residual before a step that has not
         ended."""
         former = {} if self._feedback is None else self._feedback.former
-        return {"calls": self._calls, "scale": self._scale, "residual": former.get(self, self.residual)}
+        residual = former.get(self, self.residual)
+        return {"calls": self._calls, "scale": self._scale, "residual": None if residual is None else residual.cpu()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load what `state` has returned. Without error feedback, the residual is dropped."""

@@ -58,8 +58,8 @@ def sharded_modules(model: nn.Module) -> list[tuple[str, Any]]:
     return list(reversed(found.values()))
 
 
-def begins_pass(module: Any) -> bool:
-    """Whether a module that is about to run is the outermost one of a forward pass."""
+def is_between_passes(module: Any) -> bool:
+    """Whether no forward pass of a model is in progress: before FSDP begins that of its outermost module, or after."""
     return module._get_fsdp_state()._state_ctx.iter_forward_root is None
 
 

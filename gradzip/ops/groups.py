@@ -293,8 +293,8 @@ def index_code_write(
 
 
 def index_code_decode(streams: Sequence[Tensor], of: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """`ops.index_code_decode` of sound streams of so many indices below each of `of`: adjacent in memory."""
-    out = torch.empty(sum(counts), dtype=torch.int32, device=streams[0].device)
+    """`ops.index_code_decode` of streams of so many indices below each of `of`: adjacent. Of corrupt ones, maybe 0."""
+    out = torch.zeros(sum(counts), dtype=torch.int32, device=streams[0].device)
     table = np.empty((len(counts), 5), np.int64)  # struct IndexStream of csrc/common/index_code.h
     table[:, 0], table[:, 1], table[:, 2], table[:, 3] = addresses(streams), numels(streams), of, counts
     table[:, 4] = out.data_ptr() + 4 * (np.cumsum(counts) - counts)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import gradzip
 from contract import gradient
 from gradzip.fsdp import shards as private
+from gradzip.fsdp.reduce_scatter import Feedback, ReduceScatter
 from gradzip.methods.base import group as groups_of_buckets
 from gradzip.methods.base.registry import registered
 from harness import main, message, scenario
@@ -501,7 +502,7 @@ def errors():
     model.set_gradient_divide_factor(3.0)
     job.model = model
     results["factor"] = message(job.step)
-    exact = gradzip.fsdp.reduce_scatter(gradzip.BlockFloat(), error_feedback=True)
+    exact = ReduceScatter(gradzip.BlockFloat(), feedback=Feedback(gradzip.BlockFloat()))
     flat = torch.ones(8)
     results["outside"] = message(lambda: exact(flat[:2].clone(), flat, dist.group.WORLD, dist.ReduceOp.AVG))
     model = fully_shard(Model(), mesh=sharded)

@@ -376,10 +376,10 @@ NEAREST = "block-float:rounding=nearest"
 QUANTIZED = {
     "gather": ({"gather": NEAREST}, 2 * 6, 0),  # join, encode, join with exact ones, decode, copy those and others
     "keep": ({"gather": NEAREST, "keep": True}, 6 + 3, 0),
-    "delta": ({"gather": NEAREST, "reference": "delta"}, 10, 0),
+    "delta": ({"gather": NEAREST, "reference": "delta"}, 11, 0),
     "reduce": ({"reduce": "block-float"}, 2, 0),
     "feedback": ({"reduce": "block-float", "error_feedback": True}, 4, 7),  # is a step finite on all ranks? undo it
-    "all": ({"gather": NEAREST, "reference": "delta", "reduce": "block-float", "error_feedback": True}, 14, 7),
+    "all": ({"gather": NEAREST, "reference": "delta", "reduce": "block-float", "error_feedback": True}, 15, 7),
 }
 
 
@@ -430,6 +430,20 @@ def test_passes_that_may_find_nothing_new_wait_once():
         assert waits[0] == 0 and waits[1:] == [waits[1]] * 2 and 0 < waits[1] <= 2  # flags to the device, and back
 
 
+def test_a_reference_recovers_from_a_weight_that_was_not_finite():
+    with fake_group(4), stand_in() as device:
+        model, set_up = quantized_model(device, gather=NEAREST, reference="delta")
+        weight = next(iter(model.named.values())).to_local()
+        finite = []
+        for step in range(4):
+            quantized_step(model, device, step)
+            references = [one._reference.host for one in set_up._parts["references"].values() if one.engine]
+            finite.append(all(bool(reference.isfinite().all()) for reference in references))
+            with torch.no_grad():
+                weight.fill_(torch.nan if step == 0 else 1.0)
+        assert finite == [True, False, True, True]
+
+
 def test_residuals_of_a_step_that_is_not_finite_are_restored_on_the_device():
     name, *_ = LAYERS
     with fake_group(4), stand_in() as device:
@@ -440,6 +454,9 @@ def test_residuals_of_a_step_that_is_not_finite_are_restored_on_the_device():
             assert step == 0 or counts.syncs == 0, counts.waits
             saved.append([one.residual.host.clone() for one in set_up._parts["reductions"].values() if one._calls])
         before, skipped, after = saved
+        set_up.load_state_dict(set_up.state_dict())
+        quantized_step(model, device, 3)
+        assert all(one.residual.is_cuda for one in set_up._parts["reductions"].values() if one._calls)
         assert len(before) == 3 and all(residual.any() for residual in before)
         assert all(map(torch.equal, before, skipped)) and not any(map(torch.equal, before, after))
 

@@ -341,7 +341,7 @@ class Group:
             memory = self.method.memory_for(self, dtype)
             torch._foreach_copy_(pieces(memory, self.shapes_of_parts), own)  # one operation
             return self.pieces(memory)
-        if self._memory is None or self._memory[0].device != self.device:
+        if self._memory is None or (self._memory[0].device, self._memory[0].dtype) != (self.device, dtype):
             memory = torch.empty(self.numel, dtype=dtype, device=self.device)
             self._memory = memory, pieces(memory, self.shapes_of_parts)
         memory, views = self._memory
