@@ -300,20 +300,16 @@ class Sharded:
     """What FSDP2 sends in a step, for each parameter, and what encoding and decoding take.
 
     gather: bytes that an all-gather has of the parameter in the forward pass. regather: in the backward pass; 0 if the
-        forward pass's is kept. scatter: bytes of its gradient.
-    integers: whether gradients are sent in an all-to-all, encoded. FSDP's own reduce-scatter adds on the way.
+        forward pass's is kept.
+    scatter: (kind, bytes of its gradient) of the consecutive collectives: FSDP's own reduce-scatter, which adds on the
+        way; or an all-to-all of encoded gradients, after one within nodes with `Hierarchical`.
     seconds: to encode and decode, for each parameter.
     """
 
     gather: float
     regather: float
-    scatter: float
-    integers: bool = False
+    scatter: tuple[tuple[str, float], ...]
     seconds: float = 0.0
-
-    @property
-    def nbytes(self) -> float:
-        return self.gather + self.regather + self.scatter
 
 
 def predict_sharded(step: Step, sharded: Sharded, link: Link, modules: int = 24) -> Prediction:
@@ -321,19 +317,20 @@ def predict_sharded(step: Step, sharded: Sharded, link: Link, modules: int = 24)
 
     While a module computes, the next one's parameters are gathered, and the last one's gradients reduced. So each pass
     takes as long as the slower one of computation and communication, and one module's share of the other. The forward
-    pass is a third of the step. No measured step is compared with this.
+    pass is a third of the step. No measured step is compared with this. Bytes of collectives within nodes do not count.
 
     Args:
         modules: that are sharded on their own, as the blocks of a transformer.
     """
     parameters = sum(layer.numel for layer in step.layers)
 
-    def seconds(kind: str, nbytes: float) -> float:
-        at_once = link.seconds(kind, nbytes * parameters / modules)
-        return modules * (at_once + link.operation) if nbytes else 0.0
+    def seconds(*collectives: tuple[str, float]) -> float:
+        at_once = (link.seconds(kind, n * parameters / modules) + link.operation for kind, n in collectives if n)
+        return modules * sum(at_once)
 
-    gather, regather = (seconds("all_gather_partitions", n) for n in (sharded.gather, sharded.regather))
-    scatter = seconds("all_to_all" if sharded.integers else "reduce_scatter", sharded.scatter)
+    gathers = [("all_gather_partitions", n) for n in (sharded.gather, sharded.regather)]
+    gather, regather = map(seconds, gathers)
+    scatter = seconds(*sharded.scatter)
     codec = sharded.seconds * parameters
     forward, backward = step.seconds / 3, 2 * step.seconds / 3
 
@@ -341,7 +338,8 @@ def predict_sharded(step: Step, sharded: Sharded, link: Link, modules: int = 24)
         return max(computation, communication) + min(computation, communication) / modules
 
     whole = slower(forward, gather) + slower(backward, regather + scatter)
-    sent = link.sent_nbytes("all_to_all", sharded.nbytes * parameters)
+    crossing = [(kind, n) for kind, n in (*gathers, *sharded.scatter) if not kind.startswith("node ")]
+    sent = parameters * sum(link.sent_nbytes(kind, n) for kind, n in crossing)
     return Prediction(whole + codec, step.seconds, codec, whole - step.seconds, sent)
 
 

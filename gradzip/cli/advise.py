@@ -30,6 +30,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import gradzip
 
@@ -60,7 +61,7 @@ CANDIDATES = (
     "block-float", FOUR_BITS, SIGNS, "fft-range", "dct-range:theta=0.95", "qsgd", "powersgd", "acpsgd",
 )  # fmt: skip
 POWERSGD_HOOK = "PowerSGD hook"  # torch's, which is slower than `powersgd`; its times are known of a GPU
-HIERARCHICAL = (EIGHT_BITS, FOUR_BITS)  # also compared between nodes alone, where nodes have several ranks
+INTEGERS = (EIGHT_BITS, FOUR_BITS)  # where nodes have several ranks, also between nodes alone; for FSDP2, all methods
 
 FRONT_ENDS = {"horovod": "Horovod", "ddp": "DDP", "fsdp": "FSDP2"}
 
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help=f"file.py:build, or a name: {', '.join(MODELS)}")
     add("--optimizer", choices=list(OPTIMIZERS), help="of the training: what compression costs depends on it")
     add("--step-ms", type=float, metavar="MS", help="a training step on one rank, without communication")
-    add("--device", metavar="DEVICE", help=f"what trains: {', '.join(devices.names())}; or here, or cpu, to measure it")
+    add("--device", metavar="DEVICE", help=f"what trains: {', '.join(devices.names())}; or measured: here, cpu, cuda:N")
     add("--nodes", type=int, help="machines, with --gpus-per-node (default: 1)")
     add("--gpus-per-node", type=int, metavar="N", help="ranks on each machine, which share its connection")
     add("--between", metavar="RATE", help="of one machine's connection: a number and kbit, mbit or gbit")
@@ -94,7 +95,7 @@ def run(options: argparse.Namespace) -> None:
     step = step_of(parameters_of(options.model), options.step_ms / 1e3)
     if options.measure:
         with _job() as (engine, front_end):
-            methods = _methods(options.methods, None, front_end, 1)
+            methods = _methods(options.methods, None, front_end, None)
             link, costs = measure_link(engine), _slowest(_costs(methods, step.layers, device), engine)
             try:
                 if engine.rank == 0:
@@ -104,9 +105,9 @@ def run(options: argparse.Namespace) -> None:
         return
     link, front_end = _link(options), options.front_end or "ddp"
     if front_end == "fsdp":
-        methods = {spec: gradzip.parse(spec) for spec in (EIGHT_BITS, FOUR_BITS)}
+        methods = {spec: gradzip.parse(spec) for spec in INTEGERS} | _between_nodes(link)
     else:
-        methods = _methods(options.methods, device, front_end, link.per_node if link.nodes > 1 else 1)
+        methods = _methods(options.methods, device, front_end, link)
     costs = _costs(methods, step.layers, device, link.per_node)
     _report(_advice(step, link, front_end, costs, methods, options), options, device, assumed)
 
@@ -181,9 +182,9 @@ def _link(options: argparse.Namespace) -> Link:
 
 
 def _methods(
-    specs: Sequence[str] | None, device: devices.Device | torch.device | None, front_end: str, per_node: int
+    specs: Sequence[str] | None, device: devices.Device | torch.device | None, front_end: str, link: Link | None
 ) -> dict[str, Compressor]:
-    """The methods to compare, by name; fp32 and fp16 are among them."""
+    """The methods to compare, by name; fp32 and fp16 are among them. link: None if a job is measured."""
     try:
         methods = {spec: gradzip.parse(spec) for spec in (FP32, FP16, *(specs or CANDIDATES))}
     except (TypeError, ValueError) as error:
@@ -195,8 +196,8 @@ def _methods(
             raise CommandError(
                 f"got --methods {spec}, whose rounds change during training; expected exchange=gather or scatter_reduce"
             )
-        if isinstance(method, Hierarchical) and per_node == 1:
-            raise CommandError(f"got --methods {spec} with one rank on each node, expected --nodes and --gpus-per-node")
+        if isinstance(method, Hierarchical):
+            _check_nodes(spec, method, link)
         if isinstance(device, devices.Device) and device.costs(_plain(spec, method)[0]) is None:
             raise CommandError(
                 f"got --methods {spec}, which was measured on no GPU; expected --device here, or one of: "
@@ -208,9 +209,27 @@ def _methods(
         methods[BF16] = gradzip.Cast(torch.bfloat16)
         if isinstance(device, devices.Device):
             methods[POWERSGD_HOOK] = gradzip.PowerSGD()
-    if per_node > 1:
-        methods |= {f"{BETWEEN}{spec}": Hierarchical(gradzip.parse(spec)) for spec in HIERARCHICAL}
-    return methods
+    return methods | (_between_nodes(link) if link else {})
+
+
+def _between_nodes(link: Link) -> dict[str, Compressor]:
+    """Integers between nodes alone, by name, where that differs from integers among all ranks."""
+    if link.nodes == 1 or link.per_node == 1:
+        return {}
+    return {f"{BETWEEN}{spec}": Hierarchical(gradzip.parse(spec)) for spec in INTEGERS}
+
+
+def _check_nodes(spec: str, method: Hierarchical, link: Link | None) -> None:
+    """Raise CommandError if a method between nodes is not one of the link's."""
+    if link is None:
+        raise CommandError(f"got --methods {spec} with --measure, expected --nodes and --gpus-per-node")
+    if link.nodes == 1 or link.per_node == 1:
+        where = "on one node" if link.nodes == 1 else "with one rank on each node"
+        raise CommandError(f"got --methods {spec} {where}, expected --nodes and --gpus-per-node of 2 or more")
+    if method.local_size not in (None, link.per_node):
+        raise CommandError(
+            f"got --methods {spec} with --gpus-per-node {link.per_node}, expected the same local_size, or none"
+        )
 
 
 def _plain(spec: str, method: Compressor) -> tuple[str, Compressor]:
@@ -230,8 +249,13 @@ def _device(options: argparse.Namespace) -> tuple[devices.Device | torch.device,
         return devices.device(devices.ASSUMED), f"No --device, and no GPU here: {assumed}."
     if name in devices.names():
         return devices.device(name), ""
+    known = f"here, cpu, or one of: {', '.join(devices.names())}"
+    if name and (match := re.fullmatch(r"cuda(?::(\d+))?", name)):
+        if int(match[1] or 0) >= (count := torch.cuda.device_count()):
+            raise CommandError(f"got --device {name!r} with {count} GPUs here, expected {known}")
+        return torch.device(name), ""
     if name not in (None, "here", "cpu"):
-        raise CommandError(f"got --device {name!r}, expected here, cpu, or one of: {', '.join(devices.names())}")
+        raise CommandError(f"got --device {name!r}, expected {known}, or a GPU here: cuda, cuda:1")
     return torch.device("cuda" if cuda and name != "cpu" else "cpu"), ""
 
 
@@ -261,6 +285,11 @@ def parameters_of(text: str) -> list[Parameter]:
         raise CommandError(f"{error}; {expected}") from None
     if not isinstance(built, nn.Module):
         raise CommandError(f"{path}:{function}: got {type(built).__name__}, {expected}")
+    if lazy := [name for name, p in built.named_parameters() if is_lazy(p)]:
+        raise CommandError(
+            f"{path}:{function}: got the lazy parameter {lazy[0]}, expected a module whose shapes are known: call it "
+            "with a batch, and then return it"
+        )
     named = [(name, p) for name, p in built.named_parameters() if p.requires_grad and p.numel()]
     if not named:
         raise CommandError(f"{path}:{function}: got a module without parameters that need a gradient, expected some")

@@ -7,15 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..advice.advice import FOUR_BITS, MARGIN, decide, named
+from ..advice.advice import BETWEEN, FOUR_BITS, MARGIN, decide, named
 from ..advice.cost import Compressed, Link, Prediction, Sharded, Step, predict_sharded
 
 EIGHT_BITS = "block-float"
-STOCK = {"none": Sharded(4.0, 4.0, 4.0), "bf16": Sharded(2.0, 2.0, 2.0)}  # by name in `advice.STOCK`
+STOCK = {  # by name in `advice.STOCK`
+    name: Sharded(nbytes, nbytes, (("reduce_scatter", nbytes),)) for name, nbytes in (("none", 4.0), ("bf16", 2.0))
+}
 _NAMES = {"none": "FSDP2 in float32", "bf16": "FSDP2 in bfloat16"}
 _CODES = {EIGHT_BITS: "BlockFloat(rounding='nearest')", FOUR_BITS: "BlockFloat(bits=4, rounding='nearest')"}
 
 # Candidates of `gradzip.fsdp.quantize`: methods of the all-gathers and of the reduce-scatter, and another argument.
+# Where nodes have several ranks, each is also one with `Hierarchical` for the reduce-scatter: all ranks of a node
+# send their integers to other nodes, while FSDP2's own ring leaves each node once.
 KEEP, DELTA = "keep=True", "reference='delta'"
 QUANTIZED = [
     (None, EIGHT_BITS, None), (EIGHT_BITS, EIGHT_BITS, None), (EIGHT_BITS, EIGHT_BITS, KEEP),
@@ -27,7 +31,8 @@ QUANTIZED = [
 class ShardedAdvice:
     """Predictions of FSDP2's steps over all ranks of a link.
 
-    costs: of integers of 8 and 4 bits, by layer, as `Advice` has them: of one encoding and two decodings.
+    costs: of integers of 8 and 4 bits, by layer, as `Advice` has them: of one encoding and two decodings. If nodes have
+        several ranks, of both between nodes, too.
     """
 
     step: Step
@@ -38,16 +43,24 @@ class ShardedAdvice:
     def candidates(self) -> dict[str, Sharded]:
         """What each way to train sends, by its call."""
         parameters = sum(layer.numel for layer in self.step.layers)
-        nbytes = {method: sum(c.nbytes for c in self.costs[method]) / parameters for method in _CODES}
-        codec = {method: sum(c.encode + c.decode for c in self.costs[method]) / parameters for method in _CODES}
+        nbytes = {method: sum(c.nbytes for c in costs) / parameters for method, costs in self.costs.items()}
+        codec = {method: sum(c.encode + c.decode for c in costs) / parameters for method, costs in self.costs.items()}
         found = dict(STOCK)
         for gather, scatter, how in QUANTIZED:
-            given = [f"gather={_CODES[gather]}"] if gather else []
-            given += [f"reduce={_CODES[scatter]}", *([how] if how else [])]
-            gathered = nbytes[gather] if gather else 4.0
-            seconds = codec[scatter] + (codec[gather] if gather else 0.0)
-            sent = Sharded(gathered, 0.0 if how else gathered, nbytes[scatter], True, seconds)
-            found[f"gradzip.fsdp.quantize(model, {', '.join(given)})"] = sent
+            for method in (scatter, f"{BETWEEN}{scatter}"):
+                if method not in self.costs:
+                    continue
+                collectives: tuple[tuple[str, float], ...] = (("all_to_all", nbytes[method]),)
+                reduce = _CODES[scatter]
+                if method != scatter:
+                    collectives = ("node all_to_all", 4.0), ("peers all_to_all", nbytes[method])
+                    reduce = f"Hierarchical({reduce})"
+                given = [f"gather={_CODES[gather]}"] if gather else []
+                given += [f"reduce={reduce}", *([how] if how else [])]
+                gathered = nbytes[gather] if gather else 4.0
+                seconds = codec[method] + (codec[gather] if gather else 0.0)
+                sent = Sharded(gathered, 0.0 if how else gathered, collectives, seconds)
+                found[f"gradzip.fsdp.quantize(model, {', '.join(given)})"] = sent
         return found
 
     @functools.cached_property
@@ -67,7 +80,7 @@ class ShardedAdvice:
         table = [["", "ms/step", "× bf16", "codec", "exposed", "MB sent", "MB kept"]]
         for name, row in self.rows:
             table.append([
-                _NAMES.get(name, _short(name)), f"{1e3 * row.seconds:.1f}", f"{bfloat16 / row.seconds:.2f}",
+                _NAMES.get(name, _cell(name)), f"{1e3 * row.seconds:.1f}", f"{bfloat16 / row.seconds:.2f}",
                 f"{1e3 * row.compression:.1f}", f"{1e3 * row.exposed:.1f}", f"{row.nbytes / 1e6:.0f}",
                 f"{self.kept_nbytes(name) / 1e6:.0f}",
             ])  # fmt: skip
@@ -111,6 +124,11 @@ class ShardedAdvice:
 
     def notes(self) -> Iterator[str]:
         yield "Steps of FSDP2 are predicted from formulas that were compared with no measured step."
+
+
+def _cell(name: str) -> str:
+    """The same in a table, shorter still."""
+    return _short(name).replace(KEEP, "keep").replace(DELTA, "delta")
 
 
 def _short(name: str) -> str:
