@@ -1,15 +1,20 @@
 """Scenario for test_wire.py: bytes on the wire of the methods that README recommends, with real ranks under DDP."""
 
 import functools
+import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import gradzip
+from harness import main, scenario
+from paths import ROOT
+
+sys.path.insert(0, str(ROOT))
+
 from benchmarks.convergence import wire
 from benchmarks.convergence.report import CHOSEN, README, Table, stored
-from harness import main, scenario
 
 BEFORE = 2  # steps of each phase before those that are counted, in which ranks agree, and DDP cuts its buckets anew
 
