@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kBlock)
   if (lane() == 0) side_means(total, entry.columns, entry.means + 2 * row);
 }
 
-__global__ void __launch_bounds__(kBlock, 5) one_bit_decode_add_kernel(const WeightedSumEntry* entries, int64_t count,
+__global__ void __launch_bounds__(kBlock, 4) one_bit_decode_add_kernel(const WeightedSumEntry* entries, int64_t count,
                                                                        const OneBitTerm* terms, int32_t* failed) {
   constexpr int kQuads = kMostTile / (4 * kBlock);
   const WeightedSumEntry entry = entries[entry_of_block(entries, count)];

@@ -246,7 +246,8 @@ static void test_verify_all() {
 int main() {
   test_verify_all();
   RangeFloat number;
-  cpu::range_float_fit(&number, nullptr, 0, 10, 4, -1.0f, 3.0f, 1);
+  const RangeFit fit{&number, nullptr, 0};
+  cpu::range_float_fit(&fit, 1, 10, 4, -1.0f, 3.0f, 1);
   const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN(), scale = 0.3f;
   for (int64_t nbytes : {48, 64, 80, 1024, 4096 + 16, 100000}) {
     test_magnitudes(nbytes, {}, true, nullptr, nullptr);
