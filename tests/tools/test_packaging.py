@@ -79,7 +79,11 @@ def test_wheel_has_the_package_alone(wheel):
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert re.fullmatch(rf"gradzip-{gradzip.__version__}-{python}-{python}-manylinux.*\.whl", wheel.name)
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if not re.search(r"\.dist-info/|/$", name)}
-    ours = {path for path in commands.checked_in() if re.match(r"gradzip/.*(\.pyi?|py\.typed|(studies|devices)\.json)$", path)}
+    ours = {
+        path
+        for path in commands.checked_in()
+        if re.match(r"gradzip/.*(\.pyi?|py\.typed|(studies|devices)\.json)$", path)
+    }
     built = {name for name in packed if re.fullmatch(r"gradzip/_C\.[\w-]*\.so", name)}
     assert len(built) == 1 and packed == ours | built | {"gradzip/methods/__init__.pyi"}
 
