@@ -104,6 +104,20 @@ def stored(path: Path) -> Iterator[Any]:
         ) from None
 
 
+def stored_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of results; none if it is not there yet.
+
+    Raises:
+        ResultsError: the file cannot be read.
+    """
+    if not path.exists():
+        return []
+    with stored(path) as content:
+        rows: list[dict[str, Any]] = content["rows"]
+        assert isinstance(rows, list)
+        return rows
+
+
 def check_same(path: Path, what: str, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Check that a file has the conditions that are wanted.
 

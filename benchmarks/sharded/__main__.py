@@ -10,13 +10,12 @@ import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import jobs
 from benchmarks.common.arguments import Parser, at_least, data_path, output_file
 from benchmarks.common.progress import Progress
-from benchmarks.common.results import RESULTS, ResultsError, provenance, stored, write_json
+from benchmarks.common.results import RESULTS, ResultsError, provenance, stored_rows, write_json
 from benchmarks.common.tables import markdown
 from benchmarks.convergence.recipes import MUON_LRS, SIZES, Run
 from benchmarks.sharded.rank import Job
@@ -84,15 +83,6 @@ def best_of(rows: list[dict[str, Any]], variant: str) -> tuple[float, float, flo
     return min(found, default=None)
 
 
-def load(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    with stored(path) as content:
-        rows: list[dict[str, Any]] = content["rows"]
-        assert isinstance(rows, list)
-        return rows
-
-
 def main() -> None:
     parser = Parser("sharded", __doc__, EXAMPLES)
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="default: all; repeat for several")
@@ -107,7 +97,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="PATH", type=output_file, default=FILE, help=f"default: {FILE.name}")
     args = parser.parse_args()
     try:
-        rows = load(args.json)
+        rows = stored_rows(args.json)
         study(args, rows, parser.command)
         print("\n".join(lines(rows)))
     except (ResultsError, jobs.JobError) as error:

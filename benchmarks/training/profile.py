@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradzip.advice.cost import Layer, Step
-from gradzip.advice.measure import now
+from gradzip.advice.measure import Moment, moment, now, seconds_between
 
 
 def measure_step(model: nn.Module, train: Callable[[], object], repeats: int = 5) -> Step:
@@ -29,25 +27,25 @@ def measure_step(model: nn.Module, train: Callable[[], object], repeats: int = 5
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     device = next(iter(named.values())).device if named else torch.device("cpu")
-    times: dict[str, list[Any]] = {name: [] for name in named}
+    times: dict[str, list[Moment]] = {name: [] for name in named}
 
     def hook(name: str) -> Callable[[Tensor], None]:
-        return lambda _: times[name].append(_mark(device))
+        return lambda _: times[name].append(moment(device))
 
     handles = [p.register_post_accumulate_grad_hook(hook(name)) for name, p in named.items()]
     steps = []
     try:
         for _ in range(repeats + 2):
-            start = _mark(device)
+            start = moment(device)
             train()
-            steps.append((start, _mark(device)))
+            steps.append((start, moment(device)))
     finally:
         for handle in handles:
             handle.remove()
     now(device)
-    seconds = statistics.median(_between(*step) for step in steps[2:])
+    seconds = statistics.median(seconds_between(*step) for step in steps[2:])
     ready = {
-        name: statistics.median(_between(begin, mark) for (begin, _), mark in zip(steps[2:], marks[2:]))
+        name: statistics.median(seconds_between(begin, mark) for (begin, _), mark in zip(steps[2:], marks[2:]))
         for name, marks in times.items()
         if len(marks) == len(steps)
     }
@@ -55,16 +53,3 @@ def measure_step(model: nn.Module, train: Callable[[], object], repeats: int = 5
         raise ValueError("measure_step: got a model of which no parameter gets one gradient a step, expected some")
     layers = [Layer(name, tuple(named[name].shape), min(t, seconds)) for name, t in ready.items()]
     return Step(tuple(sorted(layers, key=lambda layer: layer.ready)), seconds)
-
-
-def _mark(device: torch.device) -> Any:
-    """A point in time, on the device's own clock."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _between(begin: Any, end: Any) -> float:
-    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000

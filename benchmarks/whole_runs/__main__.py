@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.common import jobs
 from benchmarks.common.arguments import Parser, at_least, data_path, output_file
 from benchmarks.common.progress import Progress
-from benchmarks.common.results import RESULTS, Blocks, ResultsError, provenance, replace_blocks, stored, write_json
+from benchmarks.common.results import RESULTS, Blocks, ResultsError, provenance, replace_blocks, stored_rows, write_json
 from benchmarks.common.tables import markdown
 from benchmarks.convergence.recipes import Run, compressor
 from benchmarks.convergence.report import Table
@@ -108,18 +108,9 @@ def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield from markdown(header, cells, left=3)
 
 
-def load(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    with stored(path) as content:
-        rows: list[dict[str, Any]] = content["rows"]
-        assert isinstance(rows, list)
-        return rows
-
-
 def blocks(path: Path = FILE) -> Blocks:
     """The block of docs/benchmarks.md, from a file of runs."""
-    return {(PAGE, START): "\n".join(lines(load(path))) + "\n"}
+    return {(PAGE, START): "\n".join(lines(stored_rows(path))) + "\n"}
 
 
 def main() -> None:
@@ -134,7 +125,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the table of docs/benchmarks.md")
     args = parser.parse_args()
     try:
-        rows = load(args.json)
+        rows = stored_rows(args.json)
         if args.study:
             measure(parser, args, rows)
         print("\n".join(lines(rows)))
