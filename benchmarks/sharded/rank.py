@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import data
 import gradzip
 from benchmarks.convergence.recipes import Run, load_data, steps_per_epoch
 from benchmarks.convergence.training import WINDOW, Alone
+from benchmarks.training.averagers import BLOCKS
 from models import MODELS, make_optimizer
 from train import cross_entropy, evaluate, learning_rate
 
@@ -87,6 +88,17 @@ def whole(sharded: Any) -> Tensor:
     return gathered
 
 
+def shard(network: nn.Module, reduce_dtype: torch.dtype | None = None) -> None:
+    """Shard a network over all ranks, each block on its own.
+
+    reduce_dtype: of gradients as they are reduced; None for that of the parameters.
+    """
+    mesh, policy = init_device_mesh("cpu", (RANKS,)), MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    for block in [module for module in network.modules() if isinstance(module, BLOCKS)]:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(network, mesh=mesh, mp_policy=policy)
+
+
 class Training:
     """This rank's model and optimizer, and a whole network for tests."""
 
@@ -97,10 +109,7 @@ class Training:
             return network
 
         self.network, self.model = built(), built()
-        mesh = init_device_mesh("cpu", (RANKS,))
-        for block in self.model.blocks:  # type: ignore[union-attr]
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+        shard(self.model)
         specs = {name: value for name, value in options.items() if name in ("gather", "reduce")}
         self.methods = {name: gradzip.parse(spec) for name, spec in specs.items()}
         if options:

@@ -312,15 +312,16 @@ class Sharded:
     seconds: float = 0.0
 
 
-def predict_sharded(step: Step, sharded: Sharded, link: Link, modules: int = 24) -> Prediction:
+def predict_sharded(step: Step, sharded: Sharded, link: Link, modules: int = 24, overlaps: bool = True) -> Prediction:
     """Predict a step of FSDP2 over all ranks of a link, whose modules are alike.
 
     While a module computes, the next one's parameters are gathered, and the last one's gradients reduced. So each pass
     takes as long as the slower one of computation and communication, and one module's share of the other. The forward
-    pass is a third of the step. No measured step is compared with this. Bytes of collectives within nodes do not count.
+    pass is a third of the step. Bytes of collectives within nodes do not count.
 
     Args:
         modules: that are sharded on their own, as the blocks of a transformer.
+        overlaps: whether FSDP2 communicates while it computes: it does on a GPU, and waits on a CPU.
     """
     parameters = sum(layer.numel for layer in step.layers)
 
@@ -335,7 +336,8 @@ def predict_sharded(step: Step, sharded: Sharded, link: Link, modules: int = 24)
     forward, backward = step.seconds / 3, 2 * step.seconds / 3
 
     def slower(computation: float, communication: float) -> float:
-        return max(computation, communication) + min(computation, communication) / modules
+        shown = 1 / modules if overlaps else 1.0  # of the faster one
+        return max(computation, communication) + shown * min(computation, communication)
 
     whole = slower(forward, gather) + slower(backward, regather + scatter)
     crossing = [(kind, n) for kind, n in (*gathers, *sharded.scatter) if not kind.startswith("node ")]

@@ -69,6 +69,7 @@ FRONT_ENDS = {"horovod": "Horovod", "ddp": "DDP", "fsdp": "FSDP2"}
 CHANGING = (gradzip.Auto, gradzip.Phases)
 
 Costs = dict[str, list[LayerCost]]
+Device = devices.Device | torch.device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
             link, costs = measure_link(engine), _slowest(_costs(methods, step.layers, device), engine)
             try:
                 if engine.rank == 0:
-                    _report(_advice(step, link, front_end, costs, methods, options), options, device, assumed)
+                    _report(_advice(step, link, front_end, costs, methods, options, device), options, device, assumed)
             finally:  # the others wait, so that no rank ends the job before the report is written
                 engine.allgather_bytes(b"done\n", "gradzip.advise.end")
         return
@@ -109,11 +110,17 @@ def run(options: argparse.Namespace) -> None:
     else:
         methods = _methods(options.methods, device, front_end, link)
     costs = _costs(methods, step.layers, device, link.per_node)
-    _report(_advice(step, link, front_end, costs, methods, options), options, device, assumed)
+    _report(_advice(step, link, front_end, costs, methods, options, device), options, device, assumed)
 
 
 def _advice(
-    step: Step, link: Link, front_end: str, costs: Costs, methods: Mapping[str, Compressor], options: argparse.Namespace
+    step: Step,
+    link: Link,
+    front_end: str,
+    costs: Costs,
+    methods: Mapping[str, Compressor],
+    options: argparse.Namespace,
+    device: Device,
 ) -> Advice | ShardedAdvice:
     """What is advised. Chunks of methods between nodes are averaged by as many ranks as there are nodes."""
     among: dict[str, list[Compressed]] = {}
@@ -126,7 +133,7 @@ def _advice(
         else:
             among[method] = [layer.among(link.ranks) for layer in layers]
     if front_end == "fsdp":
-        return ShardedAdvice(step, link, among)
+        return ShardedAdvice(step, link, among, gloo=isinstance(device, torch.device) and device.type == "cpu")
     return Advice(step, link, front_end, among, methods, bool(options.methods), options.optimizer)
 
 
@@ -182,7 +189,7 @@ def _link(options: argparse.Namespace) -> Link:
 
 
 def _methods(
-    specs: Sequence[str] | None, device: devices.Device | torch.device | None, front_end: str, link: Link | None
+    specs: Sequence[str] | None, device: Device | None, front_end: str, link: Link | None
 ) -> dict[str, Compressor]:
     """The methods to compare, by name; fp32 and fp16 are among them. link: None if a job is measured."""
     try:
@@ -239,7 +246,7 @@ def _plain(spec: str, method: Compressor) -> tuple[str, Compressor]:
     return unparse(method.inner), method.inner
 
 
-def _device(options: argparse.Namespace) -> tuple[devices.Device | torch.device, str]:
+def _device(options: argparse.Namespace) -> tuple[Device, str]:
     """Where the methods run: a GPU that is known, or a device to measure them on; and what is assumed, in words."""
     name, cuda = options.device, torch.cuda.is_available()
     if name is None and options.measure:
@@ -330,7 +337,7 @@ def _job() -> Iterator[tuple[Engine, str]]:
 def _costs(
     methods: Mapping[str, Compressor],
     layers: Sequence[Layer],
-    device: devices.Device | torch.device,
+    device: Device,
     per_node: int = 1,
 ) -> Costs:
     """The costs of each layer; between nodes, of its chunk. Of momenta, the steps after the warm-up count."""
@@ -365,9 +372,7 @@ def _slowest(costs: Mapping[str, Sequence[LayerCost]], engine: Engine) -> Costs:
     return found
 
 
-def _report(
-    advice: Advice | ShardedAdvice, options: argparse.Namespace, device: devices.Device | torch.device, assumed: str
-) -> None:
+def _report(advice: Advice | ShardedAdvice, options: argparse.Namespace, device: Device, assumed: str) -> None:
     measured, warnings = (device.words, []) if isinstance(device, devices.Device) else conditions(device)
     said, notes = list(advice.sentences()), [*warnings, *advice.notes()]
     if options.json:

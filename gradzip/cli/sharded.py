@@ -11,9 +11,7 @@ from ..advice.advice import BETWEEN, FOUR_BITS, MARGIN, decide, named
 from ..advice.cost import Compressed, Link, Prediction, Sharded, Step, predict_sharded
 
 EIGHT_BITS = "block-float"
-STOCK = {  # by name in `advice.STOCK`
-    name: Sharded(nbytes, nbytes, (("reduce_scatter", nbytes),)) for name, nbytes in (("none", 4.0), ("bf16", 2.0))
-}
+STOCK = {"none": 4.0, "bf16": 2.0}  # bytes for each parameter and collective, by name in `advice.STOCK`
 _NAMES = {"none": "FSDP2 in float32", "bf16": "FSDP2 in bfloat16"}
 _CODES = {EIGHT_BITS: "BlockFloat(rounding='nearest')", FOUR_BITS: "BlockFloat(bits=4, rounding='nearest')"}
 
@@ -27,17 +25,30 @@ QUANTIZED = [
 ]  # fmt: skip
 
 
+def call_of(gather: str | None, reduce: str, how: str | None) -> str:
+    """The call of `gradzip.fsdp.quantize`, of a candidate."""
+    between = reduce.startswith(BETWEEN)
+    code = _CODES[reduce.removeprefix(BETWEEN)]
+    given = [f"gather={_CODES[gather]}"] if gather else []
+    given += [f"reduce=Hierarchical({code})" if between else f"reduce={code}", *([how] if how else [])]
+    return f"gradzip.fsdp.quantize(model, {', '.join(given)})"
+
+
 @dataclass(frozen=True)
 class ShardedAdvice:
     """Predictions of FSDP2's steps over all ranks of a link.
 
     costs: of integers of 8 and 4 bits, by layer, as `Advice` has them: of one encoding and two decodings. If nodes have
         several ranks, of both between nodes, too.
+    modules: that are sharded on their own.
+    gloo: ranks are CPUs: FSDP2 waits for each collective, and gloo reduces and scatters by an all-reduce.
     """
 
     step: Step
     link: Link
     costs: Mapping[str, Sequence[Compressed]]
+    modules: int = 24
+    gloo: bool = False
 
     @functools.cached_property
     def candidates(self) -> dict[str, Sharded]:
@@ -45,28 +56,25 @@ class ShardedAdvice:
         parameters = sum(layer.numel for layer in self.step.layers)
         nbytes = {method: sum(c.nbytes for c in costs) / parameters for method, costs in self.costs.items()}
         codec = {method: sum(c.encode + c.decode for c in costs) / parameters for method, costs in self.costs.items()}
-        found = dict(STOCK)
+        reduced = "all_reduce" if self.gloo else "reduce_scatter"
+        found = {name: Sharded(sent, sent, ((reduced, sent),)) for name, sent in STOCK.items()}
         for gather, scatter, how in QUANTIZED:
             for method in (scatter, f"{BETWEEN}{scatter}"):
                 if method not in self.costs:
                     continue
                 collectives: tuple[tuple[str, float], ...] = (("all_to_all", nbytes[method]),)
-                reduce = _CODES[scatter]
                 if method != scatter:
                     collectives = ("node all_to_all", 4.0), ("peers all_to_all", nbytes[method])
-                    reduce = f"Hierarchical({reduce})"
-                given = [f"gather={_CODES[gather]}"] if gather else []
-                given += [f"reduce={reduce}", *([how] if how else [])]
                 gathered = nbytes[gather] if gather else 4.0
                 seconds = codec[method] + (codec[gather] if gather else 0.0)
-                sent = Sharded(gathered, 0.0 if how else gathered, collectives, seconds)
-                found[f"gradzip.fsdp.quantize(model, {', '.join(given)})"] = sent
+                found[call_of(gather, method, how)] = Sharded(gathered, 0.0 if how else gathered, collectives, seconds)
         return found
 
     @functools.cached_property
     def rows(self) -> list[tuple[str, Prediction]]:
         """The predictions by name, the fastest first."""
-        found = {name: predict_sharded(self.step, sent, self.link) for name, sent in self.candidates.items()}
+        about = self.link, self.modules, not self.gloo
+        found = {name: predict_sharded(self.step, sent, *about) for name, sent in self.candidates.items()}
         return sorted(found.items(), key=lambda item: item[1].seconds)
 
     def kept_nbytes(self, name: str) -> int:
@@ -93,7 +101,7 @@ class ShardedAdvice:
         stock, chosen = by_name[decision.stock], by_name[decision.chosen]
         if decision.compresses:
             times = f"{stock.seconds / chosen.seconds:.1f} times as fast as {named(decision.stock)}"
-            yield f"Try fsdp.quantize({_short(decision.chosen)}): {times}."
+            yield f"Try fsdp.quantize({short(decision.chosen)}): {times}."
             yield (
                 f"{decision.chosen} takes {1e3 * chosen.seconds:.0f} ms a step, predicted; {_NAMES[decision.stock]} "
                 f"takes {1e3 * stock.seconds:.0f} ms."
@@ -123,15 +131,16 @@ class ShardedAdvice:
         }  # fmt: skip
 
     def notes(self) -> Iterator[str]:
-        yield "Steps of FSDP2 are predicted from formulas that were compared with no measured step."
+        if not self.gloo:
+            yield "Predictions of FSDP2 were compared with steps of CPUs alone, which wait for each collective."
 
 
 def _cell(name: str) -> str:
     """The same in a table, shorter still."""
-    return _short(name).replace(KEEP, "keep").replace(DELTA, "delta")
+    return short(name).replace(KEEP, "keep").replace(DELTA, "delta")
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
     """The arguments of `quantize`, in short."""
     arguments = name.removeprefix("gradzip.fsdp.quantize(model, ").removesuffix(")")
     for method, code in _CODES.items():

@@ -315,6 +315,8 @@ def test_sharded_steps_by_hand():
     assert slow.seconds == pytest.approx(0.04 + 0.01 + 0.08 + 0.02)
     kept = predict_sharded(step, Sharded(1.0, 0.0, (("all_to_all", 1.0),), 1e-9), Link(2, 1e8, 0.0), modules=2)
     assert kept.seconds == pytest.approx(0.02 + 0.005 + 0.04 + 0.005 + 0.002)
+    waits = predict_sharded(step, exact, link, modules=2, overlaps=False)
+    assert waits.seconds == pytest.approx(0.06 + 0.012)
 
 
 # --- measurements

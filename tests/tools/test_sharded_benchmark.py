@@ -1,11 +1,18 @@
 """benchmarks.sharded: FSDP2 whose collectives are quantized, in a study that continues."""
 
 import json
+import math
+import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
+from benchmarks.common.jobs import has_own_net
 from benchmarks.sharded import __main__ as sharded
+from benchmarks.sharded import steps
+from gradzip.advice.cost import Link
+from launch import python
 
 
 def command(monkeypatch, file, *arguments):
@@ -45,3 +52,45 @@ def test_runs_of_other_lengths_are_refused(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         command(monkeypatch, file, "--variant", "8/8", "--seed", "0", "--lr", "1", "--steps", "3")
     assert "expected runs of one length; name another file" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_timed_steps_of_two_ranks(tmp_path):
+    """Bytes on the wire are those of the collectives: of one all-gather, since the root module keeps its weights."""
+    file = tmp_path / "steps.json"
+    options = ["--network=cnn", "--rate=none", "--ranks=2", "--batch-size=2", "--warmup=1", "--steps=2", "--json"]
+    done = subprocess.run(
+        [*python(), "-m", "benchmarks.sharded.steps", *options, file], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["modules"] == 1 and row["seconds"].keys() == steps.VARIANTS.keys()
+    assert all(len(seconds) == 2 for seconds in row["seconds"].values())
+    assert "2 ranks, unshaped loopback, medians of 2 steps" in done.stdout
+    if has_own_net():
+        numel = sum(math.prod(shape) for _, shape in row["layers"])
+        whole = 4 * numel / 2 + 4 * numel  # half of the weights; gloo reduces and scatters by an all-reduce
+        assert whole < row["wire"][steps.FLOAT32] < 1.03 * whole
+        assert whole / 2 < row["wire"][steps.BFLOAT16] < 1.03 * whole / 2
+        both = (260 / 256) * numel  # 8 bits and a scale of 4 bytes for each 256: a half of each
+        assert both < row["wire"]["gather=8 bits, reduce=8 bits"] < 1.1 * both
+        assert row["wire"][steps.FLOOR] < 0.01 * whole
+
+
+def test_predicted_steps_by_hand():
+    """1 M parameters in one module, 50 ms without communication, and 100 MB/s for four ranks."""
+    integers = {"rounds": [["all_to_all", 1e6], ["all_gather_partitions", 1e6]], "encode": 0.001, "decode": 0.002}
+    fewer = integers | {"rounds": [[kind, 0.5e6] for kind, _ in integers["rounds"]]}
+    row = {
+        "seconds": {steps.FLOOR: [0.04, 0.05, 0.09]}, "layers": [["a", [1000, 1000]]], "modules": 1,
+        "link": asdict(Link(4, 1e8, 0.0)),
+        "codecs": {"block-float": [integers], "block-float:bits=4,rounding=nearest": [fewer]},
+    }  # fmt: skip
+    found = steps.predicted(row)
+    # Three quarters of what each collective has are sent; twice as much by the all-reduce in place of a reduce-scatter.
+    assert found[steps.FLOAT32] == pytest.approx(0.05 + 0.75 * (4 + 4 + 8) / 100)
+    assert found[steps.BFLOAT16] == pytest.approx(0.05 + 0.75 * (2 + 2 + 4) / 100)
+    assert found["reduce=8 bits"] == pytest.approx(0.05 + 0.75 * (4 + 4 + 1) / 100 + 0.003)
+    assert found["gather=8 bits, reduce=8 bits"] == pytest.approx(0.05 + 0.75 * 3 / 100 + 0.006)
+    assert found["gather=8 bits, reduce=8 bits, keep=True"] == pytest.approx(0.05 + 0.75 * 2 / 100 + 0.006)
+    assert found["gather=4 bits, reduce=4 bits, reference='delta'"] == pytest.approx(0.05 + 0.75 * 1 / 100 + 0.006)
