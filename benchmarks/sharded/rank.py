@@ -1,8 +1,8 @@
 """One rank of a run of benchmarks/sharded.
 
 Usage: `rank.py JOB FILE`, with the fields of a `Job` as JSON. After each epoch, rank 0 appends a line of JSON to the
-file: {"score", "loss": of a test; "losses": its own, means over 50 steps; "sent": payload bytes so far of gathers and
-of reductions, "seconds", "steps": of training so far}.
+file: {"score", "loss": of a test; "losses": its own, means over 50 steps; "sent": bytes so far to other ranks of gathers
+and of reductions, "seconds", "steps": of training so far}.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def main() -> None:
         if RANK == 0:
             accuracy, loss = evaluate(network, dataset, Alone)
             means = [statistics.fmean(losses[i : i + WINDOW]) for i in range(0, len(losses), WINDOW)]
-            sent = {name: method.traffic.bytes_sent for name, method in training.methods.items()}
+            sent = {name: method.traffic.bytes_wire for name, method in training.methods.items()}
             line = {
                 "score": dataset.measure.value(accuracy, loss), "loss": loss, "losses": means, "sent": sent,
                 "seconds": seconds, "steps": number,
