@@ -12,10 +12,20 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+import data
 from benchmarks.common import jobs
 from benchmarks.common.arguments import Parser, at_least, data_path, output_file
 from benchmarks.common.progress import Progress
-from benchmarks.common.results import RESULTS, ResultsError, provenance, stored_rows, write_json
+from benchmarks.common.results import (
+    RESULTS,
+    ROOT,
+    Blocks,
+    ResultsError,
+    provenance,
+    replace_blocks,
+    stored_rows,
+    write_json,
+)
 from benchmarks.common.tables import markdown
 from benchmarks.convergence.recipes import MUON_LRS, SIZES, Run
 from benchmarks.sharded.rank import Job
@@ -30,6 +40,8 @@ examples:
 Variants are named by the bits of gathers and reductions.
 """
 FILE = RESULTS / "sharded.json"
+PAGE = ROOT / "docs" / "accuracy.md"
+START = "<!-- table: python -m benchmarks.sharded --write -->\n\n"
 RECIPE = SIZES["full"]["text"]
 LRS = {"adamw": RECIPE.lrs, "muon": MUON_LRS}
 BASELINE = "float32"
@@ -58,29 +70,54 @@ def run_job(job: Job, timeout: float = 1800) -> list[dict[str, Any]]:
     return list(jobs.run(command, threads=1, timeout=timeout))
 
 
-def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """The table: of each variant, the mean score over seeds at its best learning rate, and bytes of a step."""
-    header = ["network", "optimizer", "variant", "learning rate", "score", "", "payloads of a step"]
-    cells = []
+def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """A table for each network and optimizer: the scores of variants at their best learning rates, and bytes of a step.
+
+    Bytes are those that a rank sends to others; FSDP2's own are computed.
+    """
+    header = ["variant", "learning rate", "times fewer bytes", "score", "− float32, %"]
     for network, optimizer in dict.fromkeys((row["network"], row["optimizer"]) for row in rows):
         of_recipe = [row for row in rows if (row["network"], row["optimizer"]) == (network, optimizer)]
-        best = {variant: found for variant in VARIANTS if (found := best_of(of_recipe, variant)) is not None}
-        for variant, (score, lr, sent) in best.items():
-            share = f"{100 * (score / best[BASELINE][0] - 1):+.2f} %" if BASELINE in best else ""
-            payloads = f"{sent / 1e6:.2f} MB" if variant != BASELINE else "–"
-            cells.append([network, optimizer, variant, f"{lr:g}", f"{score:.4f}", share, payloads])
-    yield from markdown(header, cells, left=3)
-
-
-def best_of(rows: list[dict[str, Any]], variant: str) -> tuple[float, float, float] | None:
-    """The mean score over seeds at the learning rate where it is lowest, that rate, and bytes of a step."""
-    found = []
-    for lr in sorted({row["lr"] for row in rows}):
-        of_lr = [row for row in rows if (row["variant"], row["lr"]) == (variant, lr)]
-        if of_lr:
+        best = {variant: found for variant in VARIANTS if (found := best_of(of_recipe, variant))}
+        about, model = of_recipe[0], MODELS[network].build(data.Text.vocabulary, data.Text.context)
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        whole = 12 * numel * (about["ranks"] - 1) / about["ranks"]  # two all-gathers and a reduce-scatter
+        yield (
+            f"{network}, {numel / 1e6:.2g} M parameters, {optimizer}, {about['steps']} steps, {about['ranks']} ranks, "
+            f"{len({row['seed'] for row in of_recipe})} seeds (`{FILE.name}`):"
+        )
+        yield ""
+        cells = []
+        for variant, (score, lr, of_lr) in best.items():
             sent = statistics.fmean(sum(row["sent"].values()) / row["steps"] for row in of_lr)
-            found.append((statistics.fmean(row["scores"][-1] for row in of_lr), lr, sent))
-    return min(found, default=None)
+            scores = [row["scores"][-1] for row in of_lr]
+            own = best.get(BASELINE)
+            cells.append(
+                [
+                    variant,
+                    f"{lr:g}",
+                    "1" if variant == BASELINE else f"{whole / sent:.2f}",
+                    f"{score:.3f} ({min(scores):.3f}–{max(scores):.3f})",
+                    f"{100 * (score / own[0] - 1):+.2f}" if own and variant != BASELINE else "",
+                ]
+            )
+        yield from markdown(header, cells)
+        yield ""
+
+
+def best_of(rows: list[dict[str, Any]], variant: str) -> tuple[float, float, list[dict[str, Any]]] | None:
+    """The mean score over seeds at the learning rate where it is lowest, that rate, and its rows."""
+    by_lr: dict[float, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["variant"] == variant:
+            by_lr.setdefault(row["lr"], []).append(row)
+    scored = [(statistics.fmean(row["scores"][-1] for row in of_lr), lr, of_lr) for lr, of_lr in by_lr.items()]
+    return min(scored, default=None, key=lambda found: found[:2])
+
+
+def blocks() -> Blocks:
+    """The block of docs/accuracy.md."""
+    return {(PAGE, START): "\n".join(tables(stored_rows(FILE))).rstrip("\n") + "\n"}
 
 
 def main() -> None:
@@ -95,11 +132,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=at_least(2), default=RECIPE.workers, metavar="N", help="default: %(default)s")
     parser.add_argument("--data", metavar="FILE", help="a text (default: sources of Python's library)")
     parser.add_argument("--json", metavar="PATH", type=output_file, default=FILE, help=f"default: {FILE.name}")
+    parser.add_argument("--write", action="store_true", help="write the table of docs/accuracy.md, and train nothing")
     args = parser.parse_args()
     try:
+        if args.write:
+            replace_blocks(blocks())
+            return
         rows = stored_rows(args.json)
         study(args, rows, parser.command)
-        print("\n".join(lines(rows)))
+        print("\n".join(tables(rows)))
     except (ResultsError, jobs.JobError) as error:
         parser.fail(str(error))
 

@@ -1,8 +1,8 @@
 """One rank of a run of benchmarks/sharded.
 
 Usage: `rank.py JOB FILE`, with the fields of a `Job` as JSON. After each epoch, rank 0 appends a line of JSON to the
-file: {"score", "loss": of a test; "losses": its own, means over 50 steps; "sent": bytes so far to other ranks of gathers
-and of reductions, "seconds", "steps": of training so far}.
+file: {"score", "loss": of a test; "losses": its own, means over 50 steps; "sent": bytes so far to other ranks, of
+gathers and of reductions; "seconds", "steps": of training so far}.
 """
 
 from __future__ import annotations
