@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.arguments import Parser
-from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks
+from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks, stored_rows
 from benchmarks.common.tables import markdown
 
 PAGE = ROOT / "docs" / "evidence.md"
@@ -59,6 +59,18 @@ def trained() -> Iterator[list[str]]:
         ]  # fmt: skip
 
 
+def sharded() -> Iterator[list[str]]:
+    """A row for each network and optimizer of the study of FSDP2."""
+    rows = stored_rows(RESULTS / "sharded.json")
+    for network, optimizer in dict.fromkeys((row["network"], row["optimizer"]) for row in rows):
+        own = [row for row in rows if (row["network"], row["optimizer"]) == (network, optimizer)]
+        about = own[0]
+        yield [
+            f"{network}, with FSDP2", "tinyshakespeare", OPTIMIZERS[optimizer], str(about["steps"]),
+            f"{about['ranks']} real ones", str(len({row["seed"] for row in own})), "`sharded`",
+        ]  # fmt: skip
+
+
 def timed() -> Iterator[list[str]]:
     """A row for each kind of times: what was measured, on how many ranks, of which commit, and where."""
     for pattern, what in (
@@ -78,9 +90,11 @@ def timed() -> Iterator[list[str]]:
             ", ".join([what, *models]), span({row["ranks"] for row in rows}), f"CPU ({', '.join(devices)})",
             ", ".join(commits), f"`{', '.join(files)}`",
         ]  # fmt: skip
-    rows = content(RESULTS / "whole_runs.json")["rows"]
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
-    yield ["whole runs of studies", span({row["ranks"] for row in rows}), "CPU", commits, "`whole_runs`"]
+    for file, what in (("whole_runs", "whole runs of studies"), ("sharded_steps", "steps of FSDP2")):
+        rows = content(RESULTS / f"{file}.json")["rows"]
+        commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+        names = dict.fromkeys(row["network"] for row in rows if "network" in row)
+        yield [", ".join([what, *names]), span({row["ranks"] for row in rows}), "CPU", commits, f"`{file}`"]
     for path in sorted(RESULTS.glob("gpu_check*.json")):
         of_file = content(path)
         about, checks = of_file["about"], of_file["checks"]
@@ -96,8 +110,8 @@ def blocks() -> Blocks:
     """The blocks of docs/evidence.md."""
     tables = {
         "training": markdown(
-            ["network, parameters", "data", "optimizer", "steps", "simulated ranks", "seeds", "`convergence_` files"],
-            trained(), left=7,
+            ["network, parameters", "data", "optimizer", "steps", "ranks", "seeds", "`convergence_` files"],
+            [*trained(), *sharded()], left=7,
         ),
         "times": markdown(["what", "ranks", "where", "commit", "file"], timed(), left=5),
     }  # fmt: skip

@@ -4,7 +4,8 @@
 # usage: scripts/build_horovod.sh VENV WHEEL_FOLDER
 #
 # Gloo, because it needs neither MPI nor a GPU. Only the PyTorch half, because gradzip is for PyTorch. Horovod's own
-# variables change that: HOROVOD_GPU_OPERATIONS=NCCL, say, which needs a torch for CUDA, but no CUDA toolkit.
+# variables change that: HOROVOD_GPU_OPERATIONS=NCCL, say, which needs a torch for CUDA. A CUDA toolkit is never needed; one
+# in HOROVOD_CUDA_HOME is used.
 set -euo pipefail
 requirement=$(cd "$(dirname "$0")" && pwd)/horovod.txt
 venv=$1 wheels=$2
@@ -37,11 +38,11 @@ export HOROVOD_WITH_GLOO=${HOROVOD_WITH_GLOO:-1}
 # Its CMake files are older than what CMake 4 accepts unasked.
 export CMAKE_POLICY_VERSION_MINIMUM=3.5
 
-# Without an nvcc, take the one of torch's CUDA version from the package index. Libraries and headers, also NCCL's, are
-# those that torch's wheel brings. Wheels have no links for the linker.
+# Horovod's CMake files need a CUDA toolkit if torch is built for CUDA, also for Gloo alone. Take nvcc of torch's version
+# from the package index: a toolkit of the machine may have another version, or only parts. Libraries and headers, also
+# NCCL's, are those that torch's wheel brings. Wheels have no links for the linker.
 cuda_of_torch() {
-  local version site home=$work/cuda
-  version=$("$python" -c 'import torch; print(torch.version.cuda)')
+  local version=$1 site home=$work/cuda
   site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
   "$python" -m pip install --no-deps --target "$work/compiler" nvidia-{cuda-nvcc,nvvm,cuda-crt,cuda-cccl}=="$version.*"
   mv "$work/compiler/nvidia/cu${version%.*}" "$home"
@@ -51,7 +52,8 @@ cuda_of_torch() {
   # Shared, so that a process has one NCCL: the one that torch has loaded.
   export CUDA_HOME=$home HOROVOD_CUDA_HOME=$home HOROVOD_NCCL_HOME=$home HOROVOD_NCCL_LINK=SHARED PATH=$home/bin:$PATH
 }
-if [[ ${HOROVOD_GPU_OPERATIONS:-} == NCCL && -z ${HOROVOD_CUDA_HOME:-} ]] && ! command -v nvcc; then cuda_of_torch; fi
+cuda=$("$python" -c 'import torch; print(torch.version.cuda or "")')
+if [[ -n $cuda && -z ${HOROVOD_CUDA_HOME:-} ]]; then cuda_of_torch "$cuda"; fi
 
 # torch's headers take 1.5 GB per compiler.
 cores=$(getconf _NPROCESSORS_ONLN)

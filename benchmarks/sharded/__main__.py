@@ -29,6 +29,7 @@ from benchmarks.common.results import (
 from benchmarks.common.tables import markdown
 from benchmarks.convergence.recipes import MUON_LRS, SIZES, Run
 from benchmarks.sharded.rank import Job
+from benchmarks.training.averagers import BLOCKS
 from models import MODELS
 
 EXAMPLES = """\
@@ -80,8 +81,11 @@ def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
         of_recipe = [row for row in rows if (row["network"], row["optimizer"]) == (network, optimizer)]
         best = {variant: found for variant in VARIANTS if (found := best_of(of_recipe, variant))}
         about, model = of_recipe[0], MODELS[network].build(data.Text.vocabulary, data.Text.context)
+        blocks = [module for module in model.modules() if isinstance(module, BLOCKS)]
+        gathered_twice = sum(parameter.numel() for block in blocks for parameter in block.parameters())
         numel = sum(parameter.numel() for parameter in model.parameters())
-        whole = 12 * numel * (about["ranks"] - 1) / about["ranks"]  # two all-gathers and a reduce-scatter
+        # A gather and a reduce-scatter of all weights, and of the blocks a gather in the backward pass.
+        whole = 4 * (2 * numel + gathered_twice) * (about["ranks"] - 1) / about["ranks"]
         yield (
             f"{network}, {numel / 1e6:.2g} M parameters, {optimizer}, {about['steps']} steps, {about['ranks']} ranks, "
             f"{len({row['seed'] for row in of_recipe})} seeds (`{FILE.name}`):"
@@ -98,7 +102,7 @@ def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
                     f"{lr:g}",
                     "1" if variant == BASELINE else f"{whole / sent:.2f}",
                     f"{score:.3f} ({min(scores):.3f}–{max(scores):.3f})",
-                    f"{100 * (score / own[0] - 1):+.2f}" if own and variant != BASELINE else "",
+                    f"{100 * (score / own[0] - 1):+.2f}".replace("-", "−") if own and variant != BASELINE else "",
                 ]
             )
         yield from markdown(header, cells)
