@@ -20,6 +20,7 @@ from benchmarks.device_ops import __main__ as device_ops
 from benchmarks.device_ops.__main__ import ddp_steps, fake_group, future
 from benchmarks.device_ops.capture import methods
 from benchmarks.device_ops.stand_in import stand_in, zeros
+from gradzip.collectives import cost
 from gradzip.methods.base import gather
 
 PAGE = ROOT / "docs" / "methods.md"
@@ -54,6 +55,7 @@ def count(compressor: gradzip.Compressor) -> Memory:
         mock.patch("gradzip.ddp.Future", future),
         mock.patch.object(device_ops, "BUCKET", 4 * SIDE * SIDE),
         mock.patch.object(gather, "TOGETHER_NBYTES", 0),  # as for large models
+        mock.patch.object(cost, "SMALL_BUCKET_NBYTES", 4 * SIDE * SIDE),  # likewise
         stand_in(compute=False, small=1 << 16) as device,
     ):
         allocated = device.allocated()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -61,13 +61,21 @@ class Plan:
 
     Args:
         prefix: of the names of the states.
+        vectors: as for `plan_groups`.
     """
 
-    def __init__(self, compressor: Compressor, parameters: list[Tensor], names: list[str], prefix: str) -> None:
+    def __init__(
+        self,
+        compressor: Compressor,
+        parameters: list[Tensor],
+        names: list[str],
+        prefix: str,
+        vectors: Sequence[int] = (),
+    ) -> None:
         self.parameters = parameters
         self.names = names
         self.prefix = prefix
-        self.groups = plan_groups(compressor, parameters, names, prefix)
+        self.groups = plan_groups(compressor, parameters, names, prefix, vectors=vectors)
         self._compressor = compressor
         self._choice_number = compressor.choice_number
         self._ids, self._kinds = list(map(id, parameters)), list(map(_kind, parameters))

@@ -250,10 +250,10 @@ class Session:
         if self.engine is not None and works:
             self.engine.close()
 
-    def plan(self, parameters: list[Tensor], names: list[str]) -> Plan:
+    def plan(self, parameters: list[Tensor], names: list[str], vectors: Sequence[int] = ()) -> Plan:
         """Plan a bucket that is new, or whose parameters or methods have changed. Arguments: as for `Plan`."""
         self.engine.forget_lengths()
-        return Plan(self.compressor, parameters, names, self.prefix)
+        return Plan(self.compressor, parameters, names, self.prefix, vectors)
 
     # --- a step
 

@@ -163,7 +163,7 @@ JOINED: dict[str, dict[str, float]] = {
 }
 
 # Size of DDP's first bucket, so that communication starts early, and of Horovod's last one, so that little is left to
-# send after the backward pass.
+# send after the backward pass. Averages of so many bytes are sent alone, without a copy.
 SMALL_BUCKET_NBYTES = 1 << 20
 
 

@@ -1,4 +1,7 @@
-"""Tensor fusion: the collectives of several routines joined into one collective per round and kind."""
+"""Tensor fusion: the collectives of several routines joined into one collective per round and kind.
+
+A large `Mean` stays alone. To join it would copy it twice, for a message that is long enough as it is.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..ops import tensors as ops
+from . import cost
 from .ranges import Range
 from .requests import AllToAll, Broadcast, Collective, Gather, Mean, RingSum, ToHost
 from .routines import Local, Routine
@@ -22,7 +26,7 @@ FusedRoutine = Generator[list[Collective], list[Any], list[Any]]
 
 
 def fused(routines: Iterable[Routine], traffic: Traffic | None = None) -> FusedRoutine:
-    """Run routines in lock-step, and join what they yield into one collective per round and kind.
+    """Run routines in lock-step, and join what they yield into one collective per round and kind, and per large Mean.
 
     Routines may need different numbers of rounds. All ranks must fuse the same routines in the same order. Returns
     their results, in order.
@@ -92,9 +96,13 @@ class Round:
             elif isinstance(request, ToHost):
                 kind = (ToHost, request.tensor.device)
             else:
-                same_length = getattr(request, "same_length", None)  # of a Gather or AllToAll
                 tensor = request.tensor
-                kind = (type(request), request.scope, tensor.dtype, tensor.device, same_length)
+                if isinstance(request, Mean):  # alike on all ranks, wherever tensors are in their memory
+                    numel = sum(map(Tensor.numel, request.tensors)) or tensor.numel()
+                    distinct = (key,) if numel * tensor.dtype.itemsize >= cost.SMALL_BUCKET_NBYTES else None
+                else:
+                    distinct = getattr(request, "same_length", None)  # of a Gather or AllToAll
+                kind = (type(request), request.scope, tensor.dtype, tensor.device, distinct)
             self._groups.setdefault(kind, {})[key] = request
 
     def take_rings(self) -> dict[Any, RingSum]:
@@ -106,7 +114,7 @@ class Round:
         return rings
 
     def collectives(self) -> list[Collective]:
-        """The collectives of this round, joined into one per kind. They may run concurrently."""
+        """The collectives of this round, joined into one per kind and large Mean. They may run concurrently."""
         return list(map(_join, self._groups.values()))
 
     def split(self, results: Iterable[Any]) -> dict[Any, Any]:

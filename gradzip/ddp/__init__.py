@@ -244,6 +244,7 @@ class HookState:
                     waiting.former.append((id(parameter), view, view.clone()))
         waiting.parameters += parameters
         waiting.averages += gradients
+        waiting.vectors += [number] * len(parameters)
         waiting.buffers.append(buffer)
         waiting.nbytes += buffer.nbytes if not buffer.is_sparse else 0
         self._futures.append((Future(devices=[buffer.device] if buffer.is_cuda else None), buffer))
@@ -269,7 +270,7 @@ class HookState:
             for later in [i for i in self._plans if i >= number]:
                 for group in self._plans.pop(later).groups:
                     group.method.workspace.clear()  # DDP's first bucket is the whole model
-            plan = self._plans[number] = session.plan(parameters, self._name(parameters))
+            plan = self._plans[number] = session.plan(parameters, self._name(parameters), joined.vectors)
             self._watch(parameters)
         joined.plan = plan
         for i, parameter in enumerate(parameters):
@@ -376,6 +377,7 @@ class _Joined:
     nbytes: int = 0  # of the buffers
     parameters: list[Tensor] = field(default_factory=list)
     averages: list[Tensor] = field(default_factory=list)  # in the buffers, by parameter; none if it is sparse
+    vectors: list[int] = field(default_factory=list)  # by parameter, the number of its buffer
     # Gradients that are views of the buffers, of parameters that this rank has not used: number, view, values.
     former: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
     plan: Plan | None = None  # once they are started

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..collectives import Mean
-from ..collectives.routines import Routine
+from ..collectives.routines import Routine, at_once
 from ..ops import tensors as ops
-from .base.compressor import INDEXED_NUMEL
+from .base import gather
+from .base.compressor import INDEXED_NUMEL, Average
 from .base.error_feedback import ErrorFeedback
 from .base.group import Group
 from .base.registry import register
@@ -66,18 +68,37 @@ class RandomK(ErrorFeedback):
         return self.joined_shape(shape)
 
     def reduce(self, group: Group) -> Routine:
-        vector, state, numel = group.vector, group.state, group.numel
+        state, numel = group.state, group.numel
         k = num_kept(theta_at(self.theta, state.step), numel)
-        indices = ops.random_indices(numel, k, state.key(self.seed)._replace(rank="shared").bits, vector.device)
+        indices = ops.random_indices(numel, k, state.key(self.seed)._replace(rank="shared").bits, group.device)
         state.payload = indices
         # All ranks must see that a gradient is not finite, even if the element was not chosen.
-        finite = ops.abs_max_tensor(vector).isfinite()
-        values = torch.where(finite, vector.index_select(0, indices), math.nan)
+        finite = ops.abs_max_tensor(group.vector).isfinite()
+        values = torch.where(finite, group.vector.index_select(0, indices), math.nan)
+        if not self.keeps_residual:
+            group.release_parts()
         values = yield Mean(values)
         if not self.error_feedback:
             values = values * (numel / k)
-        average = self.new_average(numel, vector.device).zero_()
-        return (yield from self.with_max_abs(group, average.index_copy_(0, indices.long(), values)))
+        if group.on_device:  # zeros are added where it is written
+            return Average([values])
+        return (yield from self.with_max_abs(group, self._spread(group, values)))
+
+    def commit(self, group: Group, average: Average) -> Routine:
+        if not group.on_device:
+            yield from super().commit(group, average)
+            return
+        flat = self._spread(group, average.parts[0])
+        committing = super().commit(group, Average([flat]))
+        if flat.nbytes <= gather.TOGETHER_NBYTES:
+            yield from committing
+        else:
+            at_once(committing)
+
+    def _spread(self, group: Group, values: Tensor) -> Tensor:
+        """The average of a group, of which these are the chosen elements."""
+        average = self.new_average(group.numel, group.device).zero_()
+        return average.index_copy_(0, group.state.payload.long(), values)
 
     def subtract_transmitted(self, groups: Sequence[Group]) -> None:
         for group in groups:

@@ -152,6 +152,23 @@ def test_groups_have_at_most_2_to_the_30_elements():
     assert [group.indices for group in plan.groups] == [[0], [1], [3, 4], [5, 6], [7, 8], [9], [2]]
 
 
+@pytest.mark.parametrize(
+    ("spec", "groups"),
+    [
+        ("none", [[2, 3], [4], [0, 1, 5]]),  # large by what is uncompressed in a vector: not the first and the last one
+        ("per-layer:3|5=topk,default=none", [[4], [0, 1, 2], [3, 5]]),
+        ("topk", [[0, 1, 2, 3, 4, 5]]),
+    ],
+)
+def test_large_vectors_that_are_averaged_uncompressed_are_groups(spec, groups):
+    rows = torch.tensor([100, 100, 200, 312, 512, 511])
+    parameters = [torch.zeros(1).expand(n, SMALL_BUCKET_NBYTES // 2048) for n in rows]  # 512 rows are large
+    plan = Plan(gradzip.parse(spec), parameters, list("012345"), "", [0, 0, 1, 1, 2, 3])
+    assert sorted(group.indices for group in plan.groups) == sorted(groups)
+    together = Plan(gradzip.parse(spec), parameters, list("012345"), "")
+    assert len(together.groups) == len({group.compressed for group in together.groups})
+
+
 # Without Auto, whose choices depend on the time that methods take.
 DIVIDED = [spec for spec in kinds.ALL if not spec.startswith("auto")]
 LIMITS = [4160, 2100]  # of u and v, or w and x, together; and less than v

@@ -7,7 +7,7 @@ import torch
 
 import gradzip
 from gradzip import ops
-from gradzip.collectives import Broadcast, Gather, Mean, ToHost
+from gradzip.collectives import Broadcast, Gather, Mean, ToHost, cost
 from gradzip.collectives.fusion import adjacent, fused
 from gradzip.collectives.traffic import sent_nbytes
 from gradzip.engines.local import drive
@@ -175,6 +175,36 @@ def test_adjacent_tensors_are_not_copied():
         assert adjacent(tensors) is None
         (collective,) = next(fused([mean(t) for t in tensors]))
         assert torch.equal(collective.tensor, torch.cat([t.reshape(-1) for t in tensors]))
+
+
+def in_place(tensors):
+    yield Mean(tensors[0], tensors=tensors)
+    return tensors
+
+
+def test_a_large_mean_is_sent_alone_without_a_copy(monkeypatch):
+    monkeypatch.setattr(cost, "SMALL_BUCKET_NBYTES", 4 * 40)
+    large, (left, right) = torch.ones(40), torch.arange(41.0).split([30, 11])
+    alone, joined, pair = next(fused([mean(large), mean(torch.ones(39)), in_place([left, right]), mean(torch.ones(3))]))
+    assert alone.tensor is large
+    assert joined.tensor.numel() == 42
+    assert (pair.tensor.data_ptr(), pair.tensor.numel()) == (left.data_ptr(), 41)
+
+
+def test_where_tensors_are_in_memory_does_not_change_what_is_sent(monkeypatch):
+    """It may differ between ranks."""
+    monkeypatch.setattr(cost, "SMALL_BUCKET_NBYTES", 4 * 40)
+    values = [torch.arange(53.0), torch.arange(53.0).square()]
+    adjacent_ones, apart = (
+        list(values[0].clone().split([30, 11, 12])),
+        [x.clone() for x in values[1].split([30, 11, 12])],
+    )
+    expected = (values[0] + values[1]) / 2
+    for a, b, c in (adjacent_ones, apart):
+        seen, _ = collectives_by_round(fused([in_place([a, b]), mean(c), mean(torch.ones(2))]))
+        assert seen == [[(Mean, 41), (Mean, 14)]]
+    for (a, b), c in drive([fused([in_place([a, b]), mean(c)]) for a, b, c in (adjacent_ones, apart)]):
+        assert torch.equal(torch.cat([a, b, c]), expected)
 
 
 def test_time_of_compression_is_counted_without_the_waiting():

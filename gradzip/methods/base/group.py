@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ...collectives import Mean
+from ...collectives import Mean, cost
 from ...collectives.fusion import adjacent, as_real, flattened, pieces
 from ...collectives.node_chunks import NodeChunks, among_peers
 from ...collectives.routines import Routine
@@ -381,6 +382,7 @@ def plan_groups(
     names: Sequence[str],
     prefix: str = "",
     *,
+    vectors: Sequence[int] = (),
     frozen: bool = False,
 ) -> list[Group]:
     """Divide the parameters of a bucket into groups, each of `MOST_NUMEL` elements at most, or of one parameter.
@@ -389,6 +391,8 @@ def plan_groups(
         compressor: the compressor of the whole model.
         names: of the parameters, the same on all ranks. Rules of a `PerLayer` see them.
         prefix: keeps equal names of several models apart: states are kept under `prefix + name`.
+        vectors: for each parameter, the number of the vector that has its gradient, the same on all ranks; by default,
+            unknown. Those of a vector that are averaged uncompressed are a group if they are large: it is not copied.
         frozen: average gradients uncompressed, and leave the states alone. Residuals are not applied.
 
     Raises:
@@ -423,7 +427,8 @@ def plan_groups(
         members.setdefault(key, []).append(i)
     groups = []
     for key, of_key in members.items():
-        for indices in _split(of_key, likes):
+        apart = _by_vector(of_key, likes, vectors) if vectors and not key[3] else [of_key]
+        for indices in [run for some in apart for run in _split(some, likes)]:
             own_names, own_likes = [prefix + names[i] for i in indices], [likes[i] for i in indices]
             group = Group(
                 compressor, methods[indices[0]], own_names, own_likes, indices,
@@ -443,6 +448,14 @@ def is_compressed(compressor: Compressor, name: str, like: Tensor, prefix: str =
 
 def _is_exempt(compressor: Compressor, name: str, like: Tensor) -> bool:
     return like.is_complex() or name in compressor.exempted
+
+
+def _by_vector(indices: list[int], parameters: Sequence[Tensor], vectors: Sequence[int]) -> list[list[int]]:
+    """The parameters of each vector, by their numbers, if they are large together; and all others."""
+    runs = [list(run) for _, run in itertools.groupby(indices, vectors.__getitem__)]
+    large = [sum(parameters[i].nbytes for i in run) >= cost.SMALL_BUCKET_NBYTES for run in runs]
+    rest = [i for run, alone in zip(runs, large) if not alone for i in run]
+    return [run for run, alone in zip(runs, large) if alone] + ([rest] if rest else [])
 
 
 def _split(indices: list[int], parameters: Sequence[Tensor]) -> Iterator[list[int]]:
