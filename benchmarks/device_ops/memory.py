@@ -55,7 +55,7 @@ def count(compressor: gradzip.Compressor) -> Memory:
         mock.patch("gradzip.ddp.Future", future),
         mock.patch.object(device_ops, "BUCKET", 4 * SIDE * SIDE),
         mock.patch.object(gather, "TOGETHER_NBYTES", 0),  # as for large models
-        mock.patch.object(cost, "SMALL_BUCKET_NBYTES", 4 * SIDE * SIDE),  # likewise
+        mock.patch.object(cost, "ALONE_NBYTES", 4 * SIDE * SIDE),  # likewise
         stand_in(compute=False, small=1 << 16) as device,
     ):
         allocated = device.allocated()

@@ -163,8 +163,11 @@ JOINED: dict[str, dict[str, float]] = {
 }
 
 # Size of DDP's first bucket, so that communication starts early, and of Horovod's last one, so that little is left to
-# send after the backward pass. Averages of so many bytes are sent alone, without a copy.
+# send after the backward pass.
 SMALL_BUCKET_NBYTES = 1 << 20
+
+# Averages of so many bytes are sent alone, without a copy: they are worth a collective, as such buckets are.
+ALONE_NBYTES = SMALL_BUCKET_NBYTES
 
 
 def cut(sizes: Iterable[int], nbytes: float, *, large_alone: bool) -> list[list[int]]:

@@ -99,7 +99,7 @@ class Round:
                 tensor = request.tensor
                 if isinstance(request, Mean):  # alike on all ranks, wherever tensors are in their memory
                     numel = sum(map(Tensor.numel, request.tensors)) or tensor.numel()
-                    distinct = (key,) if numel * tensor.dtype.itemsize >= cost.SMALL_BUCKET_NBYTES else None
+                    distinct = (key,) if numel * tensor.dtype.itemsize >= cost.ALONE_NBYTES else None
                 else:
                     distinct = getattr(request, "same_length", None)  # of a Gather or AllToAll
                 kind = (type(request), request.scope, tensor.dtype, tensor.device, distinct)

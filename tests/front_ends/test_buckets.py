@@ -14,6 +14,7 @@ from contract import Expected, each, gradient, through_file
 from gradzip import LocalGroup
 from gradzip.advice.cost import SMALL_BUCKET_NBYTES
 from gradzip.averaging.buckets import Plan, cut
+from gradzip.collectives.cost import ALONE_NBYTES
 from gradzip.collectives.fusion import fused
 from gradzip.engines.local import drive
 from gradzip.horovod import bucketed
@@ -162,7 +163,7 @@ def test_groups_have_at_most_2_to_the_30_elements():
 )
 def test_large_vectors_that_are_averaged_uncompressed_are_groups(spec, groups):
     rows = torch.tensor([100, 100, 200, 312, 512, 511])
-    parameters = [torch.zeros(1).expand(n, SMALL_BUCKET_NBYTES // 2048) for n in rows]  # 512 rows are large
+    parameters = [torch.zeros(1).expand(n, ALONE_NBYTES // 2048) for n in rows]  # 512 rows are large
     plan = Plan(gradzip.parse(spec), parameters, list("012345"), "", [0, 0, 1, 1, 2, 3])
     assert sorted(group.indices for group in plan.groups) == sorted(groups)
     together = Plan(gradzip.parse(spec), parameters, list("012345"), "")

@@ -183,7 +183,7 @@ def in_place(tensors):
 
 
 def test_a_large_mean_is_sent_alone_without_a_copy(monkeypatch):
-    monkeypatch.setattr(cost, "SMALL_BUCKET_NBYTES", 4 * 40)
+    monkeypatch.setattr(cost, "ALONE_NBYTES", 4 * 40)
     large, (left, right) = torch.ones(40), torch.arange(41.0).split([30, 11])
     alone, joined, pair = next(fused([mean(large), mean(torch.ones(39)), in_place([left, right]), mean(torch.ones(3))]))
     assert alone.tensor is large
@@ -193,7 +193,7 @@ def test_a_large_mean_is_sent_alone_without_a_copy(monkeypatch):
 
 def test_where_tensors_are_in_memory_does_not_change_what_is_sent(monkeypatch):
     """It may differ between ranks."""
-    monkeypatch.setattr(cost, "SMALL_BUCKET_NBYTES", 4 * 40)
+    monkeypatch.setattr(cost, "ALONE_NBYTES", 4 * 40)
     values = [torch.arange(53.0), torch.arange(53.0).square()]
     adjacent_ones, apart = (
         list(values[0].clone().split([30, 11, 12])),

@@ -165,7 +165,7 @@ def ddp_averages(compressor, shapes, dtype=torch.float32, steps=1):
 def test_buckets_of_ddp_are_joined_on_a_device(spec, large, monkeypatch):
     """Averages are those of DDP's own buckets, large or not, and a model has eight at most."""
     monkeypatch.setattr(device_ops, "BUCKET", 30_000)
-    monkeypatch.setattr(cost, "SMALL_BUCKET_NBYTES", 30_000 if large else 1 << 20)
+    monkeypatch.setattr(cost, "ALONE_NBYTES", 30_000 if large else 1 << 20)
     shapes = {f"layer{i}" * (i % 3 + 1): torch.Size((40 + i, 60)) for i in range(30)}
     own, count_of_own, _ = ddp_averages(gradzip.horovod.bucketed(gradzip.parse(spec), 0), shapes)
     joined, count_of_joined, _ = ddp_averages(gradzip.parse(spec), shapes)

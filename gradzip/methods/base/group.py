@@ -453,7 +453,7 @@ def _is_exempt(compressor: Compressor, name: str, like: Tensor) -> bool:
 def _by_vector(indices: list[int], parameters: Sequence[Tensor], vectors: Sequence[int]) -> list[list[int]]:
     """The parameters of each vector, by their numbers, if they are large together; and all others."""
     runs = [list(run) for _, run in itertools.groupby(indices, vectors.__getitem__)]
-    large = [sum(parameters[i].nbytes for i in run) >= cost.SMALL_BUCKET_NBYTES for run in runs]
+    large = [sum(parameters[i].nbytes for i in run) >= cost.ALONE_NBYTES for run in runs]
     rest = [i for run, alone in zip(runs, large) if not alone for i in run]
     return [run for run, alone in zip(runs, large) if alone] + ([rest] if rest else [])
 
