@@ -156,7 +156,7 @@ main() {
       step venv "with $("$base" -V)" make_venv
     fi
     step packages "installing scripts/requirements.txt" install_packages -r "$root/scripts/requirements.txt"
-    step horovod "from the cache, else built (2 to 4 minutes)" horovod
+    step horovod "from the cache, else built (minutes)" horovod
     step gradzip "building the extension, installing" "$python" -m pip install -v --no-build-isolation --no-deps -e "$root"
     stamp >"$venv/done"
   fi

@@ -107,7 +107,8 @@ def tables(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
             sent = row["wire"][name]
             cell = [name, f"{1e3 * seconds:.0f}", *times, "" if sent is None else f"{sent / 1e6:.2f}"]
             if name in foreseen:
-                cell += [f"{1e3 * foreseen[name]:.0f}", f"{100 * (foreseen[name] / seconds - 1):+.0f}"]
+                error = round(100 * (foreseen[name] / seconds - 1)) or 0  # without a negative zero
+                cell += [f"{1e3 * foreseen[name]:.0f}", f"{error:+d}".replace("-", "−")]
             cells.append([*cell, *[""] * (len(header) - len(cell))])
         yield from markdown(header, cells)
         yield ""
