@@ -14,18 +14,10 @@ from typing import Any
 
 import data
 from benchmarks.common import jobs
-from benchmarks.common.arguments import Parser, at_least, data_path, output_file
+from benchmarks.common.arguments import Parser, at_least, data_path
 from benchmarks.common.progress import Progress
-from benchmarks.common.results import (
-    RESULTS,
-    ROOT,
-    Blocks,
-    ResultsError,
-    provenance,
-    replace_blocks,
-    stored_rows,
-    write_json,
-)
+from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, provenance, stored_rows, write_json
+from benchmarks.common.studies import Rows, block, run_study
 from benchmarks.common.tables import markdown
 from benchmarks.convergence.recipes import MUON_LRS, SIZES, Run
 from benchmarks.sharded.rank import Job
@@ -71,7 +63,7 @@ def run_job(job: Job, timeout: float = 1800) -> list[dict[str, Any]]:
     return list(jobs.run(command, threads=1, timeout=timeout))
 
 
-def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
+def tables(rows: Rows) -> Iterator[str]:
     """A table for each network and optimizer: the scores of variants at their best learning rates, and bytes of a step.
 
     Bytes are those that a rank sends to others; FSDP2's own are computed.
@@ -91,11 +83,10 @@ def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
             f"{len({row['seed'] for row in of_recipe})} seeds (`{FILE.name}`):"
         )
         yield ""
-        cells = []
+        own, cells = best.get(BASELINE), []
         for variant, (score, lr, of_lr) in best.items():
             sent = statistics.fmean(sum(row["sent"].values()) / row["steps"] for row in of_lr)
             scores = [row["scores"][-1] for row in of_lr]
-            own = best.get(BASELINE)
             cells.append(
                 [
                     variant,
@@ -109,9 +100,9 @@ def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield ""
 
 
-def best_of(rows: list[dict[str, Any]], variant: str) -> tuple[float, float, list[dict[str, Any]]] | None:
+def best_of(rows: Rows, variant: str) -> tuple[float, float, Rows] | None:
     """The mean score over seeds at the learning rate where it is lowest, that rate, and its rows."""
-    by_lr: dict[float, list[dict[str, Any]]] = {}
+    by_lr: dict[float, Rows] = {}
     for row in rows:
         if row["variant"] == variant:
             by_lr.setdefault(row["lr"], []).append(row)
@@ -121,7 +112,7 @@ def best_of(rows: list[dict[str, Any]], variant: str) -> tuple[float, float, lis
 
 def blocks() -> Blocks:
     """The block of docs/accuracy.md."""
-    return {(PAGE, START): "\n".join(tables(stored_rows(FILE))).rstrip("\n") + "\n"}
+    return {(PAGE, START): block(tables(stored_rows(FILE)))}
 
 
 def main() -> None:
@@ -135,21 +126,10 @@ def main() -> None:
     parser.add_argument("--steps", type=at_least(1), metavar="N", help="cut runs short, to try this out")
     parser.add_argument("--ranks", type=at_least(2), default=RECIPE.workers, metavar="N", help="default: %(default)s")
     parser.add_argument("--data", metavar="FILE", help="a text (default: sources of Python's library)")
-    parser.add_argument("--json", metavar="PATH", type=output_file, default=FILE, help=f"default: {FILE.name}")
-    parser.add_argument("--write", action="store_true", help="write the table of docs/accuracy.md, and train nothing")
-    args = parser.parse_args()
-    try:
-        if args.write:
-            replace_blocks(blocks())
-            return
-        rows = stored_rows(args.json)
-        study(args, rows, parser.command)
-        print("\n".join(tables(rows)))
-    except (ResultsError, jobs.JobError) as error:
-        parser.fail(str(error))
+    run_study(parser, FILE, study, tables, blocks)
 
 
-def study(args: Any, rows: list[dict[str, Any]], command: str) -> None:
+def study(args: Any, rows: Rows, command: str) -> None:
     """Do the runs that the file does not have yet. Each variant once, then other seeds, then other learning rates."""
     length = {"epochs": args.epochs, "cut": args.steps}
     if others := [row for row in rows if any(row[key] != value for key, value in length.items())]:

@@ -2,14 +2,15 @@
 
 Usage: `step_rank.py JOB FILE`, with the fields of a `Job` as JSON. Rank 0 writes one line of JSON to the file:
 {"seconds": {variant: of each step}, "wire": {variant: bytes of a rank in a step, None if others use the network, too},
-"layers": [name, shape], "modules": that are sharded, "link", "codecs": {method: the cost of each layer}}.
+"parameters": elements, "modules": that are sharded, "link", "codecs": {method: its cost on all gradients}}.
 """
 
 from __future__ import annotations
 
+import collections
+import itertools
 import json
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -26,14 +26,13 @@ import gradzip
 from benchmarks.common.jobs import has_own_net
 from benchmarks.sharded.rank import RANK, RANKS, shard
 from benchmarks.sharded.steps import BFLOAT16, FLOOR, VARIANTS, Job
-from benchmarks.training.rank import wire_bytes
+from benchmarks.training.rank import Batch, codec, gradients, train_step, wire_bytes
 from gradzip.advice.advice import FOUR_BITS
-from gradzip.advice.measure import measure_gradients, measure_link
+from gradzip.advice.measure import measure_link
 from gradzip.cli.sharded import DELTA, EIGHT_BITS, KEEP
 from gradzip.engines.torch import TorchEngine
 from models import MODELS
 
-Batch = tuple[Tensor, Tensor]
 OPTIONS: dict[str | None, dict[str, Any]] = {None: {}, KEEP: {"keep": True}, DELTA: {"reference": "delta"}}
 
 
@@ -88,13 +87,7 @@ class Training:
 
     def step(self, batch: Batch) -> float:
         """Train one step. Returns seconds."""
-        inputs, labels = batch
-        start = time.perf_counter()
-        self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.model(inputs).flatten(0, -2), labels.flatten())
-        loss.backward()
-        self.optimizer.step()
-        elapsed = time.perf_counter() - start
+        elapsed, loss = train_step(self.model, self.optimizer, batch)
         if not torch.isfinite(loss):
             raise RuntimeError("a loss is not finite")
         return elapsed
@@ -119,18 +112,17 @@ def timed(job: Job, trained: dict[str, Training], batches: Iterator[Batch]) -> d
 
 
 def codecs(job: Job, dataset: data.Images | data.Text, batch: Batch) -> dict[str, Any]:
-    """The cost of both methods on each gradient of the network, as one of all ranks."""
-    torch.manual_seed(0)
-    network: nn.Module = MODELS[job.network].build(*dataset.dimensions)
-    inputs, labels = batch
-    F.cross_entropy(network(inputs).flatten(0, -2), labels.flatten()).backward()
-    gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+    """The cost of both methods on all gradients of the network, as one of all ranks."""
+    of_network = gradients(job.network, dataset, batch)
     found: dict[str, Any] = {}
     for spec in (EIGHT_BITS, FOUR_BITS):
         dist.barrier()  # all ranks measure at the same time: they may share cores
-        found[spec] = [asdict(cost) for cost in measure_gradients(gradzip.parse(spec), gradients, RANKS).values()]
-    shapes = [[name, list(gradient.shape)] for name, gradient in gradients.items()]
-    return {"codecs": found, "layers": shapes}
+        layers, rounds = codec(spec, of_network), collections.Counter[str]()
+        for kind, nbytes in itertools.chain(*(layer["rounds"] for layer in layers)):
+            rounds[kind] += nbytes
+        seconds = {part: sum(layer[part] for layer in layers) for part in ("encode", "decode")}
+        found[spec] = {"rounds": list(rounds.items()), **seconds}
+    return {"codecs": found, "parameters": sum(map(Tensor.numel, of_network.values()))}
 
 
 def main() -> None:

@@ -10,30 +10,20 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.common import jobs
-from benchmarks.common.arguments import Parser, at_least, data_path, output_file
+from benchmarks.common.arguments import Parser, at_least, data_path
 from benchmarks.common.progress import Progress
-from benchmarks.common.results import (
-    RESULTS,
-    ROOT,
-    Blocks,
-    ResultsError,
-    link_of,
-    provenance,
-    replace_blocks,
-    stored_rows,
-    write_json,
-)
+from benchmarks.common.results import RESULTS, ROOT, Blocks, link_of, provenance, stored_rows, write_json
+from benchmarks.common.studies import Rows, block, run_study
 from benchmarks.common.tables import markdown
 from benchmarks.training.variants import bandwidth
 from gradzip.advice.cost import Compressed, Layer, Step
-from gradzip.cli.sharded import QUANTIZED, ShardedAdvice, call_of, short
+from gradzip.cli.sharded import NAMES, QUANTIZED, ShardedAdvice, call_of, short
 from models import MODELS
 
 EXAMPLES = """\
@@ -45,7 +35,7 @@ FILE = RESULTS / "sharded_steps.json"
 PAGE = ROOT / "docs" / "links.md"
 START = "<!-- table: python -m benchmarks.sharded.steps --write -->\n\n"
 FLOOR = "nothing is sent"
-STOCK = {"FSDP2 in float32": "none", "FSDP2 in bfloat16": "bf16"}  # their names in `gradzip advise`
+STOCK = {name: spec for spec, name in NAMES.items()}  # FSDP2's own: float32, bfloat16
 FLOAT32, BFLOAT16 = STOCK
 
 # What is timed: also the arguments of `quantize` that are advised.
@@ -78,26 +68,21 @@ def run_job(job: Job, rate: str, ranks: int, timeout: float) -> dict[str, Any]:
 
 def predicted(row: dict[str, Any]) -> dict[str, float]:
     """Seconds of a step by variant, as `gradzip advise` predicts them from the floor, the link and the codec."""
-    layers = tuple(Layer(name, tuple(shape), 0.0) for name, shape in row["layers"])
-    step = Step(layers, statistics.median(row["seconds"][FLOOR]))
-    costs = {
-        spec: [Compressed(tuple(map(tuple, layer["rounds"])), layer["encode"], layer["decode"]) for layer in of_spec]
-        for spec, of_spec in row["codecs"].items()
-    }
+    step = Step((Layer("", (row["parameters"],), 0.0),), statistics.median(row["seconds"][FLOOR]))
+    costs = {spec: [Compressed(**codec)] for spec, codec in row["codecs"].items()}
     advice = ShardedAdvice(step, link_of(row["link"]), costs, row["modules"], gloo=True)
     by_call = {call: prediction.seconds for call, prediction in advice.rows}
     names = STOCK | {name: call_of(*arguments) for name, arguments in VARIANTS.items() if arguments}
     return {name: by_call[call] for name, call in names.items()}
 
 
-def tables(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+def tables(rows: Rows) -> Iterator[str]:
     """For each network and rate: steps of the variants, how many times as fast as FSDP2's own, and predictions."""
     header = ["", "ms", "× float32", "× bfloat16", "MB on the wire", "predicted, ms", "error, %"]
     for row in rows:
-        numel = sum(math.prod(shape) for _, shape in row["layers"])
         yield (
-            f"{row['network']}, {numel / 1e6:.1f} M parameters, {row['ranks']} ranks, {bandwidth(row['rate'])}, "
-            f"medians of {row['steps']} steps (`{FILE.name}`):"
+            f"{row['network']}, {row['parameters'] / 1e6:.1f} M parameters, {row['ranks']} ranks, "
+            f"{bandwidth(row['rate'])}, medians of {row['steps']} steps (`{FILE.name}`):"
         )
         yield ""
         foreseen, cells = predicted(row), []
@@ -116,7 +101,7 @@ def tables(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 def blocks() -> Blocks:
     """The block of docs/links.md."""
-    return {(PAGE, START): "\n".join(tables(stored_rows(FILE))).rstrip("\n") + "\n"}
+    return {(PAGE, START): block(tables(stored_rows(FILE)))}
 
 
 def main() -> None:
@@ -130,21 +115,10 @@ def main() -> None:
     parser.add_argument("--steps", default=7, **number, help="timed steps of each variant (default: %(default)s)")
     parser.add_argument("--timeout", default=1200, **number, help="seconds of a job (default: %(default)s)")
     parser.add_argument("--data", action="append", default=[], metavar="PATH", help="CIFAR-10's folder, or a text")
-    parser.add_argument("--json", metavar="PATH", type=output_file, default=FILE, help=f"default: {FILE.name}")
-    parser.add_argument("--write", action="store_true", help="write the table of docs/links.md, and time nothing")
-    args = parser.parse_args()
-    try:
-        if args.write:
-            replace_blocks(blocks())
-            return
-        rows = stored_rows(args.json)
-        measure(args, rows, parser.command)
-        print("\n".join(tables(rows)))
-    except (ResultsError, jobs.JobError) as error:
-        parser.fail(str(error))
+    run_study(parser, FILE, measure, tables, blocks)
 
 
-def measure(args: Any, rows: list[dict[str, Any]], command: str) -> None:
+def measure(args: Any, rows: Rows, command: str) -> None:
     """Time what the file does not have yet, of each network and rate."""
     done = {(row["network"], row["rate"], row["ranks"]) for row in rows}
     networks, rates = args.network or ("charlm", "resnet18"), args.rate or ("100mbit", "1gbit")

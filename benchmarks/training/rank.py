@@ -44,6 +44,8 @@ from models import MODELS  # noqa: E402
 
 LEAST_STEPS = 3
 
+Batch = tuple[Tensor, Tensor]  # inputs and labels
+
 
 class Batches:
     """This rank's batches, the same for all variants. They are loaded before they are timed."""
@@ -53,9 +55,9 @@ class Batches:
         self._shard = data.batches(
             self.dataset, batch_size=job.batch_size, rank=RANK, size=RANKS, seed=job.seed
         )  # fmt: skip
-        self._loaded: list[tuple[Tensor, Tensor]] = []
+        self._loaded: list[Batch] = []
 
-    def load(self, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
+    def load(self, begin: int, end: int) -> list[Batch]:
         self._loaded += itertools.islice(self._shard, max(0, end - len(self._loaded)))
         return self._loaded[begin:end]
 
@@ -73,17 +75,22 @@ class Training:
         self.model, self.optimizer = averaging.wrap(self.network, optimizer)
         self.losses: list[float] = []
 
-    def step(self, batch: tuple[Tensor, Tensor]) -> float:
+    def step(self, batch: Batch) -> float:
         """Train one step. Returns seconds."""
-        inputs, labels = batch
-        start = time.perf_counter()
-        self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.model(inputs).flatten(0, -2), labels.flatten())
-        loss.backward()
-        self.optimizer.step()
-        elapsed = time.perf_counter() - start
+        elapsed, loss = train_step(self.model, self.optimizer, batch)
         self.losses.append(loss.item())
         return elapsed
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> tuple[float, Tensor]:
+    """Train one step. Returns seconds, and the loss."""
+    inputs, labels = batch
+    start = time.perf_counter()
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
+    loss.backward()
+    optimizer.step()
+    return time.perf_counter() - start, loss
 
 
 def wire_bytes(hosts: int) -> float:
@@ -211,12 +218,11 @@ def measure_interleaved(job: Job, batches: Batches, group: Group, write: Callabl
         write({"variant": one.variant, "result": one.result()})
 
 
-def gradients(job: Job, batches: Batches) -> dict[str, Tensor]:
-    """Gradients of this rank's first batch, by parameter name."""
-    recipe = MODELS[job.model]
-    torch.manual_seed(job.seed)
-    network: nn.Module = recipe.build(*batches.dataset.dimensions)
-    inputs, labels = batches.load(0, 1)[0]
+def gradients(model: str, dataset: data.Images | data.Text, batch: Batch, seed: int = 0) -> dict[str, Tensor]:
+    """Gradients of a fresh model on a batch, by parameter name."""
+    torch.manual_seed(seed)
+    network: nn.Module = MODELS[model].build(*dataset.dimensions)
+    inputs, labels = batch
     F.cross_entropy(network(inputs).flatten(0, -2), labels.flatten()).backward()
     return {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
 
@@ -244,7 +250,12 @@ def work(job: Job, group: Group, path: Path) -> None:
     for spec in job.codecs:
         write({"start": f"codec {spec}"})
         group.gather(torch.zeros(1))  # all ranks measure at the same time: they may share cores
-        write({"compression": spec, "layers": codec(spec, gradients(job, batches))})
+        write(
+            {
+                "compression": spec,
+                "layers": codec(spec, gradients(job.model, batches.dataset, batches.load(0, 1)[0], job.seed)),
+            }
+        )
         group.gather(torch.zeros(1))
     write({"start": "end"})
 

@@ -12,7 +12,7 @@ from ..advice.cost import Compressed, Link, Prediction, Sharded, Step, predict_s
 
 EIGHT_BITS = "block-float"
 STOCK = {"none": 4.0, "bf16": 2.0}  # bytes for each parameter and collective, by name in `advice.STOCK`
-_NAMES = {"none": "FSDP2 in float32", "bf16": "FSDP2 in bfloat16"}
+NAMES = {"none": "FSDP2 in float32", "bf16": "FSDP2 in bfloat16"}
 _CODES = {EIGHT_BITS: "BlockFloat(rounding='nearest')", FOUR_BITS: "BlockFloat(bits=4, rounding='nearest')"}
 
 # Candidates of `gradzip.fsdp.quantize`: methods of the all-gathers and of the reduce-scatter, and another argument.
@@ -88,7 +88,7 @@ class ShardedAdvice:
         table = [["", "ms/step", "× bf16", "codec", "exposed", "MB sent", "MB kept"]]
         for name, row in self.rows:
             table.append([
-                _NAMES.get(name, _cell(name)), f"{1e3 * row.seconds:.1f}", f"{bfloat16 / row.seconds:.2f}",
+                NAMES.get(name, _cell(name)), f"{1e3 * row.seconds:.1f}", f"{bfloat16 / row.seconds:.2f}",
                 f"{1e3 * row.compression:.1f}", f"{1e3 * row.exposed:.1f}", f"{row.nbytes / 1e6:.0f}",
                 f"{self.kept_nbytes(name) / 1e6:.0f}",
             ])  # fmt: skip
@@ -103,14 +103,14 @@ class ShardedAdvice:
             times = f"{stock.seconds / chosen.seconds:.1f} times as fast as {named(decision.stock)}"
             yield f"Try fsdp.quantize({short(decision.chosen)}): {times}."
             yield (
-                f"{decision.chosen} takes {1e3 * chosen.seconds:.0f} ms a step, predicted; {_NAMES[decision.stock]} "
+                f"{decision.chosen} takes {1e3 * chosen.seconds:.0f} ms a step, predicted; {NAMES[decision.stock]} "
                 f"takes {1e3 * stock.seconds:.0f} ms."
             )
             yield "What rounded weights cost was studied for one small transformer alone: train with and without."
         else:
             ideal = chosen.compute / chosen.seconds
             takes = f"takes {1e3 * chosen.seconds:.0f} ms a step, {ideal:.0%} of the ideal, predicted"
-            yield f"Do not compress: {_NAMES[decision.stock]} {takes}."
+            yield f"Do not compress: {NAMES[decision.stock]} {takes}."
             gain = max(0.0, decision.gain)
             yield f"The fastest of gradzip.fsdp.quantize saves {gain:.0%}; the margin of error is {MARGIN:.0%}."
         if self.link.nodes > 1 and self.link.per_node > 1:

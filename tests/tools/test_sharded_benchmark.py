@@ -1,7 +1,6 @@
 """benchmarks.sharded: FSDP2 whose collectives are quantized, in a study that continues."""
 
 import json
-import math
 import subprocess
 import sys
 from dataclasses import asdict
@@ -70,7 +69,7 @@ def test_timed_steps_of_two_ranks(tmp_path):
     assert all(len(seconds) == 2 for seconds in row["seconds"].values())
     assert "2 ranks, unshaped loopback, medians of 2 steps" in done.stdout
     if has_own_net():
-        numel = sum(math.prod(shape) for _, shape in row["layers"])
+        numel = row["parameters"]
         whole = 4 * numel / 2 + 4 * numel  # half of the weights; gloo reduces and scatters by an all-reduce
         assert whole < row["wire"][steps.FLOAT32] < 1.03 * whole
         assert whole / 2 < row["wire"][steps.BFLOAT16] < 1.03 * whole / 2
@@ -84,9 +83,9 @@ def test_predicted_steps_by_hand():
     integers = {"rounds": [["all_to_all", 1e6], ["all_gather_partitions", 1e6]], "encode": 0.001, "decode": 0.002}
     fewer = integers | {"rounds": [[kind, 0.5e6] for kind, _ in integers["rounds"]]}
     row = {
-        "seconds": {steps.FLOOR: [0.04, 0.05, 0.09]}, "layers": [["a", [1000, 1000]]], "modules": 1,
+        "seconds": {steps.FLOOR: [0.04, 0.05, 0.09]}, "parameters": 1_000_000, "modules": 1,
         "link": asdict(Link(4, 1e8, 0.0)),
-        "codecs": {"block-float": [integers], "block-float:bits=4,rounding=nearest": [fewer]},
+        "codecs": {"block-float": integers, "block-float:bits=4,rounding=nearest": fewer},
     }  # fmt: skip
     found = steps.predicted(row)
     # Three quarters of what each collective has are sent; twice as much by the all-reduce in place of a reduce-scatter.
