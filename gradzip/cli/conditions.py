@@ -6,7 +6,6 @@ import os
 import statistics
 
 import torch
-from torch.utils.benchmark import Timer
 
 # Threads wait for cores that others use if they take this many times as long as one thread. Otherwise they are faster.
 CONTENDED = 1.5
@@ -32,6 +31,9 @@ def conditions(device: torch.device) -> tuple[str, list[str]]:
 
 def _contention(repeats: int = 9) -> float:
     """Time of an addition with all threads of torch, divided by its time with one thread. Medians."""
+    # Here: it takes a tenth of a second, and logs a warning where nvcc is and no driver. All commands import this file.
+    from torch.utils.benchmark import Timer
+
     x = torch.zeros(1 << 18, device="cpu")
     timers = [Timer("x.add_(1.0)", globals={"x": x}, num_threads=n) for n in (torch.get_num_threads(), 1)]
     many, one = (statistics.median(timer.timeit(1).mean for _ in range(repeats)) for timer in timers)
