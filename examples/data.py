@@ -1,4 +1,4 @@
-"""Data sets for `train.py`: scikit-learn's digits or CIFAR-10, and the sources of Python's library or any text.
+"""Data sets for `train.py`: scikit-learn's digits or CIFAR-10, and the sources of torch.nn or any text.
 
 A data set has a `name`, `len()` training examples (called `unit`), `batch()` and `test_batches()` of inputs and
 targets, the `dimensions` of networks for it, a default number of `epochs`, and a `measure` of quality.
@@ -6,7 +6,6 @@ targets, the `dimensions` of networks for it, a default number of `epochs`, and 
 
 import itertools
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,6 @@ import numpy as np
 import torch
 
 CIFAR10_RECORD = 1 + 3 * 32 * 32  # a label, then 1024 red, 1024 green and 1024 blue pixels
-LIBRARY_BYTES = 2_000_000  # of the standard library's sources: an epoch takes minutes on two cores
 
 
 class DataError(Exception):
@@ -173,9 +171,9 @@ def read_records(path):
 
 
 def text(file=None):
-    """Load a text file, by default Python's own sources. The last tenth is for testing. Raises DataError."""
+    """Load a text file, by default the sources of torch.nn. The last tenth is for testing. Raises DataError."""
     if file is None:
-        name, raw = standard_library()
+        name, raw = torch_sources()
     else:
         name = Path(file).name
         try:
@@ -191,11 +189,11 @@ def text(file=None):
     return Text(name, raw[:split], raw[split:])
 
 
-def standard_library():
-    """Name and bytes of the sources in the top folder of Python's library, which depend on the Python version alone."""
-    sources = sorted(Path(os.__file__).parent.glob("*.py"))
+def torch_sources():
+    """Name and bytes of the sources of torch.nn, 2 MB, which depend on the version of torch in the name."""
+    sources = sorted(Path(torch.nn.__file__).parent.rglob("*.py"))
     raw = b"".join(source.read_bytes() for source in sources)
-    return "the standard library", np.frombuffer(raw[:LIBRARY_BYTES], dtype=np.uint8)
+    return f"torch.nn {torch.__version__.partition('+')[0]}", np.frombuffer(raw, dtype=np.uint8)
 
 
 def batches(dataset, *, batch_size, rank, size, seed):

@@ -107,7 +107,7 @@ def parse_arguments():
         "--data",
         metavar="PATH",
         help="folder with CIFAR-10's binary version (default: scikit-learn's digits, 8x8 pixels); for charlm, a text "
-        "file (default: 2 MB of the Python standard library's sources)",
+        "file (default: 2 MB, the sources of torch.nn)",
     )
     parser.add_argument(
         "--engine",

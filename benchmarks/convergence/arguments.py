@@ -24,7 +24,7 @@ from train import cores, positive, seed
 
 EXAMPLES = """\
 examples:
-  python -m benchmarks.convergence --quick                     five minutes: digits, and some of Python's library
+  python -m benchmarks.convergence --quick                     five minutes: digits, and some of torch's sources
   python -m benchmarks.convergence --data cifar-10-batches-bin --data tinyshakespeare.txt --json study.json
                                                                three hours on two cores; the same command continues
   python -m benchmarks.convergence --only images --compression none --compression topk:theta=0.9 --lr 0.1 \\
@@ -83,7 +83,7 @@ def parser(description: str | None = None) -> Parser:
     parser.add_argument(
         "--data", action="append", default=[], metavar="PATH",
         help="a folder with CIFAR-10's binary version (--quick: default scikit-learn's digits), or a text (default: "
-        "sources of Python's library); give both for both",
+        "sources of torch.nn); give both for both",
     )  # fmt: skip
     parser.add_argument(
         "--json", metavar="PATH", type=output_file, default=Path("results_convergence.json"),

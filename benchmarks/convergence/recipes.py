@@ -191,7 +191,7 @@ def is_text(network: str) -> bool:
 
 
 def load_data(run: Run | Recipe, path: str | None) -> data.Images | data.Text:
-    """The data set of a run: a folder with CIFAR-10 or the digits, a text file or Python's library.
+    """The data set of a run: a folder with CIFAR-10 or the digits, a text file or the sources of torch.nn.
 
     Raises:
         data.DataError: it is missing or damaged.

@@ -171,7 +171,10 @@ def conditions(args: argparse.Namespace, command: str) -> dict[str, Any]:
     folder, text = data_path(data.images, args.data), data_path(data.text, args.data)
     return {
         **provenance(), "horovod": version("horovod"), "python": platform.python_version(), "cores": os.cpu_count(),
-        "data": {"images": "cifar10" if folder else "digits", "text": Path(text).name if text else "standard library"},
+        "data": {
+            "images": "cifar10" if folder else "digits",
+            "text": Path(text).name if text else data.torch_sources()[0],
+        },
         "hosts": args.hosts, "threads": args.threads, "batch_size": args.batch_size, "warmup": args.warmup,
         "seconds": args.seconds, "steps": args.steps, "seed": args.seed, "fresh": args.fresh,
         "interleave": args.interleave,

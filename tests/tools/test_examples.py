@@ -1,5 +1,6 @@
 """The training example: data, networks, errors, and real runs under horovodrun and torchrun."""
 
+import hashlib
 import itertools
 import json
 import math
@@ -192,6 +193,14 @@ def test_ranks_share_an_epoch_and_shuffle_the_next(size):
     assert len(set(itertools.chain(*second))) == 32 * size * steps
     assert first != second
     assert epochs(0)[0] == first[0]
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13.0"), reason="the text is that of torch 2.13.0")
+def test_the_default_text_is_the_one_of_the_docs():
+    text = data.text()
+    digest = hashlib.sha256(text.train.tobytes() + text.test.tobytes()).hexdigest()
+    assert text.name == "torch.nn 2.13.0"
+    assert f"SHA-256 `{digest[:8]}…{digest[-5:]}`" in (ROOT / "docs/accuracy.md").read_text()
 
 
 def test_text_is_cut_into_sequences(text):
