@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,7 +14,9 @@ from ..advice.cost import Compressed, Link, Prediction, Sharded, Step, predict_s
 EIGHT_BITS = "block-float"
 STOCK = {"none": 4.0, "bf16": 2.0}  # bytes for each parameter and collective, by name in `advice.STOCK`
 NAMES = {"none": "FSDP2 in float32", "bf16": "FSDP2 in bfloat16"}
-_CODES = {EIGHT_BITS: "BlockFloat(rounding='nearest')", FOUR_BITS: "BlockFloat(bits=4, rounding='nearest')"}
+# Both passes need the same weights, so these are rounded to nearest; gradients without a residual at random.
+_GATHERS = {EIGHT_BITS: "BlockFloat(bits=8, rounding='nearest')", FOUR_BITS: "BlockFloat(bits=4, rounding='nearest')"}
+_REDUCES = {EIGHT_BITS: "BlockFloat(bits=8)", FOUR_BITS: "BlockFloat(bits=4)"}
 
 # Candidates of `gradzip.fsdp.quantize`: methods of the all-gathers and of the reduce-scatter, and another argument.
 # Where nodes have several ranks, each is also one with `Hierarchical` for the reduce-scatter: all ranks of a node
@@ -28,8 +31,8 @@ QUANTIZED = [
 def call_of(gather: str | None, reduce: str, how: str | None) -> str:
     """The call of `gradzip.fsdp.quantize`, of a candidate."""
     between = reduce.startswith(BETWEEN)
-    code = _CODES[reduce.removeprefix(BETWEEN)]
-    given = [f"gather={_CODES[gather]}"] if gather else []
+    code = _REDUCES[reduce.removeprefix(BETWEEN)]
+    given = [f"gather={_GATHERS[gather]}"] if gather else []
     given += [f"reduce=Hierarchical({code})" if between else f"reduce={code}", *([how] if how else [])]
     return f"gradzip.fsdp.quantize(model, {', '.join(given)})"
 
@@ -143,6 +146,4 @@ def _cell(name: str) -> str:
 def short(name: str) -> str:
     """The arguments of `quantize`, in short."""
     arguments = name.removeprefix("gradzip.fsdp.quantize(model, ").removesuffix(")")
-    for method, code in _CODES.items():
-        arguments = arguments.replace(code, "8 bits" if method == EIGHT_BITS else "4 bits")
-    return arguments
+    return re.sub(r"BlockFloat\(bits=(\d)[^)]*\)", r"\1 bits", arguments)
