@@ -71,7 +71,7 @@ SHOWN = {
     "AdamW": [("text", "text"), ("text_more", "text"), ("betas", "text-betas")],
     "a compressed warm-up": [("momentum", "text"), ("charlm", "text")],
     "codecs for momenta": [("codecs", "text")],
-    "Muon": [("muon", "text-muon"), ("muon_more", "text-muon")],
+    "Muon": [("muon", "text-muon"), ("muon_more", "text-muon"), ("muon_8", "text-muon")],
     "twelve epochs of images": [("long", "images")],
     "ResNet-20": [IMAGES],
     "all methods": [("default", "images")],
