@@ -10,6 +10,7 @@ import torch
 
 import data
 import gradzip
+from benchmarks import gradiveq_bases
 from benchmarks.common.results import RESULTS, ResultsError, to_json
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import accuracy, acp, atomo, capture, fft, gradiveq
@@ -176,6 +177,38 @@ def test_slices_at_multiples_of_the_unit_lose_nothing(monkeypatch):
     losses = dict(zip(picture["slices"]["sizes"], picture["slices"]["loss"]))
     assert losses[64] < 0.02 and losses[192] < 0.02  # lambda, and the noise of few samples
     assert losses[96] > 0.3
+
+
+def test_a_basis_of_all_slices_spans_what_each_of_them_has():
+    """Slices that move along a direction each, at right angles: a basis of the first one's samples lacks the others."""
+    rng = np.random.default_rng(0)
+    directions = np.linalg.qr(rng.standard_normal((768, 3)))[0].T
+    slices = rng.standard_normal((30, 3, 1)) * directions
+    gradients = torch.from_numpy(slices.reshape(30, 3, 3, 16, 16)).permute(0, 4, 3, 1, 2)  # F is fastest, then D, W, H
+    found = gradiveq_bases.lost(gradients)
+    later = np.square(slices[20:]).sum((0, 2))
+    means = slices[:20].mean(0)
+    others = np.square(slices[20:] - means).sum((0, 2))[1:].sum() / later.sum()
+    assert found["channels"] == 16 and found["slices"] == 3
+    assert found["lost"]["all"] == {"4": 0.0, "8": 0.0}
+    # 20 samples on a line give 19 components more, anywhere.
+    assert all((1 - 2 * 19 / 767) * others < lost <= others + 1e-4 for lost in found["lost"]["first"].values())
+
+
+def test_bases_are_measured_once_for_each_batch(monkeypatch, tmp_path, capsys, one_thread):
+    monkeypatch.setattr(gradiveq_bases, "FIRST_STEPS", 1)
+    file = tmp_path / "bases.json"
+    monkeypatch.setattr(
+        sys, "argv", ["bases", "--batch-size=2", "--steps=9", "--json", str(file), "--cache", str(tmp_path)]
+    )
+    gradiveq_bases.main()
+    monkeypatch.setattr(gradiveq_bases, "series", None)
+    gradiveq_bases.main()
+    (row,) = json.loads(file.read_text())["rows"]
+    for layer in row["layers"]:
+        for of in layer["lost"].values():
+            assert 0 < of["4"] <= of["8"]
+    assert capsys.readouterr().out.count("| 2 | all slices | 4 | ") == 2
 
 
 def test_correlation_is_found_and_shuffled_away():
