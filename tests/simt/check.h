@@ -20,12 +20,6 @@ namespace simt {
 // has blocks, and few kinds of data.
 inline constexpr bool kRaces = races::kDetected;
 
-#if defined(__SANITIZE_ADDRESS__)
-inline constexpr bool kSanitized = true;
-#else
-inline constexpr bool kSanitized = kRaces;
-#endif
-
 using Sizes = std::vector<int64_t>;
 inline const Sizes kSizes = kRaces ? Sizes{33, 1025, 70001} : Sizes{0, 1, 31, 33, 1025, 8193, 65537};
 
@@ -118,11 +112,11 @@ std::vector<T> as(const std::vector<float>& x) {
   return rounded;
 }
 
-// Runs f() in several block and thread orders, on simulated devices of several sizes; large inputs get fewer. What
-// sanitizers detect hardly depends on the order: one suffices.
+// Runs f() in several block and thread orders, on simulated devices of several sizes; large inputs get fewer. Whether
+// there is a race hardly depends on the order: one suffices.
 template <class F>
 void in_any_order(int64_t n, F f) {
-  const unsigned first = kRaces ? 1 : unsigned(n % 2), orders = kSanitized || n > 10000 ? 1 : 2;
+  const unsigned first = kRaces ? 1 : unsigned(n % 2), orders = kRaces || n > 10000 ? 1 : 2;
   for (unsigned seed = first; seed < first + orders; ++seed) {
     options.seed = seed;
     options.multiprocessors = seed % 2 ? 1 : 3;

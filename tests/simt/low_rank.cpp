@@ -132,5 +132,5 @@ int main() {
     for (int64_t rank : ranks)
       if (!simt::kRaces || (rows == 130 && (rank == 5 || rank == 33))) test(rows, columns, rank, rank % 4);
   test(260, 1028, 4, 0);
-  if (!simt::kSanitized) test(515, 261, 32, 1);
+  if (!simt::kRaces) test(515, 261, 32, 1);
 }

@@ -80,7 +80,7 @@ int main() {
 
   std::vector<simt::Buffer<float>> first;
   for (unsigned seed : {0, 1}) {
-    if (seed && simt::kSanitized) break;
+    if (seed && simt::kRaces) break;
     simt::options.seed = seed;
     std::vector<simt::Buffer<float>> got;
     for (size_t i = 0; i < cases.size(); ++i) {

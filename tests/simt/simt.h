@@ -1,7 +1,7 @@
 // Runs CUDA kernels on the CPU, for tests: the same .cuh and .cu files, compiled as C++ after this header.
 //
-// Every thread of a block is a fiber. A fiber runs until it must wait for others (barrier, warp collective), then
-// another one runs, in an order shuffled by `options.seed`, so that a missing barrier is detected. Blocks run to
+// Every thread of a block is a fiber. A fiber runs until it must wait for others (barrier, warp collective), then it
+// switches to the next one, in an order shuffled by `options.seed`, so that a missing barrier is detected. Blocks run to
 // completion one after the other, in shuffled order: a kernel passes only if it is correct with one block resident at a
 // time. (Blocks that wait for each other therefore hang on purpose: no kernel here may rely on that.)
 //
@@ -23,6 +23,7 @@
 #include <numeric>
 #include <random>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -95,13 +96,22 @@ inline Options options;
 
 constexpr unsigned kLanes = 32;
 constexpr unsigned kMostThreads = 1024;
-constexpr size_t kStackBytes = (races::kDetected ? 96 : 256) << 10;
+#if defined(__SANITIZE_ADDRESS__)
+constexpr size_t kStackBytes = 256 << 10;
+#else
+// Small, so that the page table entries of all stacks stay in the caches.
+constexpr size_t kStackBytes = (races::kDetected ? 96 : 32) << 10;
+#endif
+// Between the tops of stacks, within a page. At one place of their pages, they would evict each other from the caches.
+constexpr size_t kStackStagger = 5 * 64;
 
 enum class State { ready, barrier, warp, done };
 
 struct Fiber {
   void* stack_pointer = nullptr;
-  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  std::unique_ptr<char[]> stack;
+  const void* stack_begin = nullptr;
+  size_t stack_bytes = 0;
   void* fake_stack = nullptr;
   void* racer = nullptr;  // see races.h
   unsigned thread = 0;
@@ -125,61 +135,66 @@ inline Warp warps[kMostThreads / kLanes];
 inline races::Object barrier_order[2];  // of successive barriers
 inline std::function<void()> body;
 inline std::unique_ptr<unsigned char[]> dynamic_shared;
-inline Fiber* current = nullptr;
-inline void* scheduler_stack_pointer = nullptr;
-inline void* scheduler_fake_stack = nullptr;
-inline void* scheduler_racer = nullptr;
-inline const void* scheduler_stack = nullptr;
-inline size_t scheduler_stack_bytes = 0;
+inline Fiber scheduler;  // the program's own stack
+inline Fiber *current = &scheduler, *previous = nullptr;
+inline unsigned unfinished = 0;  // threads of the block
+// Threads take turns in rounds: of this round, `turn` is next; who can run again does so in the following one.
+inline Fiber* round_order[kMostThreads];
+inline unsigned round_size = 0, turn = 0;
+inline Fiber* woken[kMostThreads];
+inline unsigned woken_count = 0;
 
 inline std::vector<std::unique_ptr<Fiber>>& fibers() { return fiber_sets[blocks_started % races::kFiberSets]; }
 
 template <class... A>
 [[noreturn]] void fail(const char* format, A... arguments) {
-  std::fprintf(stderr, "simt: block %u, thread %u: ", blockIdx.x, current ? current->thread : 0);
+  std::fprintf(stderr, "simt: block %u, thread %u: ", blockIdx.x, current->thread);
   std::fprintf(stderr, format, arguments...);
   std::fputc('\n', stderr);
   std::_Exit(3);
 }
 
-// The address sanitizer must know which stack is in use.
-inline void leave([[maybe_unused]] void** fake, [[maybe_unused]] const void* to, [[maybe_unused]] size_t bytes) {
+// The address sanitizer must know which stack is in use. It tells the place of the one that was left.
+inline void leave([[maybe_unused]] Fiber& from, [[maybe_unused]] const Fiber& to) {
 #if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_start_switch_fiber(fake, to, bytes);
+  __sanitizer_start_switch_fiber(&from.fake_stack, to.stack_begin, to.stack_bytes);
 #endif
 }
-inline void arrive([[maybe_unused]] void* fake, [[maybe_unused]] const void** from, [[maybe_unused]] size_t* bytes) {
+inline void arrive([[maybe_unused]] void* fake_stack) {
 #if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(fake, from, bytes);
+  __sanitizer_finish_switch_fiber(fake_stack, &previous->stack_begin, &previous->stack_bytes);
 #endif
+}
+
+SIMT_UNCHECKED inline void switch_to(Fiber& to) {
+  Fiber& from = *current;
+  previous = &from;
+  current = &to;
+  threadIdx.x = to.thread;
+  leave(from, to);
+  races::become(to.racer);
+  simt_switch(&from.stack_pointer, to.stack_pointer);
+  arrive(from.fake_stack);
 }
 
 SIMT_UNCHECKED inline void suspend(State state, int line) {
-  Fiber& fiber = *current;
-  fiber.state = state;
-  fiber.line = line;
-  leave(&fiber.fake_stack, scheduler_stack, scheduler_stack_bytes);
-  races::become(scheduler_racer);
-  simt_switch(&fiber.stack_pointer, scheduler_stack_pointer);
-  arrive(fiber.fake_stack, &scheduler_stack, &scheduler_stack_bytes);
+  current->state = state;
+  current->line = line;
+  switch_to(turn < round_size ? *round_order[turn++] : scheduler);
 }
 
-SIMT_UNCHECKED inline void resume(Fiber& fiber) {
-  current = &fiber;
-  threadIdx.x = fiber.thread;
-  leave(&scheduler_fake_stack, fiber.stack.get(), kStackBytes);
-  races::become(fiber.racer);
-  simt_switch(&scheduler_stack_pointer, fiber.stack_pointer);
-  arrive(scheduler_fake_stack, nullptr, nullptr);
-  current = nullptr;
+SIMT_UNCHECKED inline void wake(Fiber& fiber) {
+  fiber.state = State::ready;
+  woken[woken_count++] = &fiber;
 }
 
 SIMT_UNCHECKED inline void fiber_main() {
-  arrive(nullptr, &scheduler_stack, &scheduler_stack_bytes);
+  arrive(nullptr);
   for (;;) {
     races::acquire(races::objects.begin);
     body();
     races::release(races::objects.end);
+    --unfinished;
     suspend(State::done, 0);
   }
 }
@@ -189,14 +204,18 @@ inline void start_fibers(unsigned threads) {
     fibers().push_back(std::make_unique<Fiber>());
     Fiber& fiber = *fibers().back();
     fiber.thread = unsigned(fibers().size()) - 1;
+    fiber.stack.reset(new char[kStackBytes]);
+    fiber.stack_begin = fiber.stack.get();
+    fiber.stack_bytes = kStackBytes;
     fiber.racer = races::thread_of(blocks_started % races::kFiberSets, fiber.thread);
     // The stack as simt_switch leaves it: six registers and the return address; fiber_main sees it as after a call.
-    auto** top =
-        reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(fiber.stack.get()) + kStackBytes) & ~uintptr_t(15));
+    const uintptr_t end = reinterpret_cast<uintptr_t>(fiber.stack_begin) + kStackBytes;
+    auto** top = reinterpret_cast<void**>((end - fiber.thread * kStackStagger % 4096) & ~uintptr_t(15));
     *(top -= 2) = reinterpret_cast<void*>(fiber_main);
     fiber.stack_pointer = top - 6;
   }
-  for (unsigned t = 0; t < threads; ++t) fibers()[t]->state = State::ready;
+  for (unsigned t = 0; t < threads; ++t) wake(*fibers()[t]);
+  unfinished = threads;
   std::fill_n(warps, threads / kLanes, Warp{});
   races::release(races::objects.begin);
 }
@@ -219,28 +238,23 @@ inline void release_barrier(unsigned threads) {
       fail("has ended while thread %u waits at line %d", waiting->thread, waiting->line);
     if (current->line != waiting->line)
       fail("is at the barrier of line %d, thread %u at that of line %d", current->line, waiting->thread, waiting->line);
-    current->state = State::ready;
+    wake(*current);
   }
-  current = nullptr;
+  current = &scheduler;
   ++barriers_passed;
   barrier_counts[barriers_passed % 2] = 0;
 }
 
 inline void run_block(unsigned threads, std::mt19937& random) {
   start_fibers(threads);
-  const std::unique_ptr<Fiber>* all = fibers().data();
-  for (unsigned left = threads; left > 0;) {
-    // Another order each time: t and t ^ flip are exchanged.
-    const unsigned flip = unsigned(random()) & 1023u;
-    bool progress = false;
-    for (unsigned t = 0; t < threads; ++t) {
-      Fiber& fiber = *all[(t ^ flip) < threads ? t ^ flip : t];
-      if (fiber.state != State::ready) continue;
-      resume(fiber);
-      progress = true;
-      left -= fiber.state == State::done;
-    }
-    if (!progress) release_barrier(threads);
+  while (unfinished > 0) {
+    if (woken_count == 0) release_barrier(threads);
+    // Another order each time: numbers i and i ^ flip are exchanged.
+    round_size = std::exchange(woken_count, 0u);
+    const unsigned flip = unsigned(random()) % std::min(kMostThreads, 2 * round_size);
+    for (unsigned i = 0; i < round_size; ++i) round_order[i] = woken[(i ^ flip) < round_size ? i ^ flip : i];
+    turn = 1;
+    switch_to(*round_order[0]);
   }
 }
 
@@ -250,7 +264,7 @@ void launch(dim3 grid, dim3 block, size_t shared_bytes, F kernel) {
       block.y != 1)
     fail("cannot launch %u x %u blocks of %u x %u threads", grid.x, grid.y, block.x, block.y);
   if (races::kDetected && shared_bytes) fail("has dynamic shared memory, in which races are not detected");
-  scheduler_racer = races::this_thread();
+  scheduler.racer = races::this_thread();
   body = kernel;
   gridDim = grid;
   blockDim = block;
@@ -293,7 +307,7 @@ SIMT_UNCHECKED inline const uint64_t* exchange(const char* what, unsigned mask, 
     ++warp.completed;
     const std::unique_ptr<Fiber>* lanes = fibers().data() + threadIdx.x / kLanes * kLanes;
     for (unsigned l = 0; l < kLanes; ++l)
-      if (mask >> l & 1 && l != lane) lanes[l]->state = State::ready;
+      if (mask >> l & 1 && l != lane) wake(*lanes[l]);
   }
   return warp.results;
 }

@@ -107,9 +107,9 @@ def compiler() -> str:
 
 
 @functools.cache
-def dependencies(name: str) -> list[Path]:
-    """The files that tests/simt/NAME.cpp includes, and itself."""
-    command = ["g++", "-std=c++17", "-MM", f"-I{SIMT}", f"-I{CSRC}", str(SIMT / f"{name}.cpp")]
+def dependencies(file: str) -> list[Path]:
+    """The files that tests/simt/FILE includes, and itself."""
+    command = ["g++", "-std=c++17", "-MM", f"-I{SIMT}", f"-I{CSRC}", str(SIMT / file)]
     rule = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return sorted(Path(path) for path in rule.partition(":")[2].replace("\\\n", " ").split())
 
@@ -127,7 +127,15 @@ def edited(edits: Edits) -> dict[str, str]:
 def program_parts(name: str, edits: Edits = MappingProxyType({}), flags: list[str] = SANITIZED) -> Parts:
     """What decides about the executable of tests/simt/NAME.cpp: its text and those of all files that it includes."""
     changed = [f"{path}\n{text}" for path, text in edited(edits).items()]
-    return [name, " ".join(flags), compiler(), cpu_library().name, *changed, *dependencies(name)]
+    return [name, " ".join(flags), compiler(), cpu_library().name, *changed, *dependencies(f"{name}.cpp")]
+
+
+def common_header(flags: list[str]) -> Path:
+    """Precompile tests/simt/check.h, with which all programs begin. Return the path to include: it lacks the .gch."""
+    included = [f"-I{SIMT}", f"-I{CSRC}", "-include", "check.h"]
+    command = ["g++", *flags, *included, "-x", "c++-header", "/dev/null", "-o"]
+    parts = [" ".join(command), compiler(), *dependencies("check.h")]
+    return cached("check.h.gch", parts, lambda target: run([*command, str(target)])).with_suffix("")
 
 
 def program(name: str, edits: Edits = MappingProxyType({}), flags: list[str] = SANITIZED) -> Path:
@@ -139,7 +147,8 @@ def program(name: str, edits: Edits = MappingProxyType({}), flags: list[str] = S
         for path, text in changed.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text)
-        include = [f"-I{path}" for path in (folder, SIMT, CSRC)]
+        # The program includes the common header once more, which does nothing: do not edit what is in it.
+        include = ["-include", str(common_header(flags)), *(f"-I{path}" for path in (folder, SIMT, CSRC))]
         run(["g++", *flags, *include, str(SIMT / f"{name}.cpp"), str(library), "-o", str(target)])
         shutil.rmtree(folder, ignore_errors=True)
 
