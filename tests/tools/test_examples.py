@@ -402,17 +402,18 @@ def test_methods_learn_digits_through_ddp(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("amp", "launch", "specs"),
+    ("amp", "launch", "specs", "arguments"),
     [
-        ("bf16", torchrun, ["fft-range", "acpsgd"]),
-        pytest.param("bf16", horovodrun, ["qsgd"], marks=pytest.mark.long),
-        pytest.param("fp16", torchrun, ["acpsgd"], marks=pytest.mark.long),
+        ("bf16", torchrun, ["fft-range", "acpsgd"], ["--epochs", 4]),
+        pytest.param("bf16", horovodrun, ["qsgd"], ["--epochs", 4], marks=pytest.mark.long),
+        pytest.param(  # processors are slow at it
+            "fp16", torchrun, ["acpsgd"], ["--batch-size", 8, "--epochs", 1], marks=pytest.mark.long
+        ),
     ],
     ids=["bf16-ddp", "bf16-horovod", "fp16-ddp"],
 )
-def test_mixed_precision_learns_digits(tmp_path, amp, launch, specs):
-    arguments = ("--batch-size", 8, "--epochs", 1, "--threads", 1)  # few images: processors are slow at it
-    for run in runs_of(tmp_path, specs, "--amp", amp, *arguments, launch=launch):
+def test_mixed_precision_learns_digits(tmp_path, amp, launch, specs, arguments):
+    for run in runs_of(tmp_path, specs, "--amp", amp, "--threads", 1, *arguments, launch=launch):
         assert run["test_accuracy"] > LEARNT and run["ratio"] > 10, run["compression"]
 
 
