@@ -95,7 +95,7 @@ BROKEN = {
     "barrier between stages": ("transform", "transform_tile.cuh",
         "at[i * apart + pitch] = v[i][1];\n    });\n    __syncthreads();", None, "transform(_inverse)? of"),
     "barrier before a tile": ("transform", "transform_tile.cuh",
-        "groups = int(t.groups_of(count));\n    __syncthreads();", None, "transform(_select)? of"),
+        "groups = int(t.groups_of(count));\n    __syncthreads();", None, "transform(_select)? of|heap-buffer-overflow"),
     "rows past the last": ("transform", "transform_rows.cuh", "__ballot_sync(kAllLanes, inside && set)",
         "__ballot_sync(kAllLanes, (inside || true) && set)", "transform_select: |heap-buffer-overflow"),
     "too few codes for a bitmap": ("transform", "transform.cuh", "set != table.of[part].count ||",
