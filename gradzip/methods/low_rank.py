@@ -77,6 +77,7 @@ class LowRank(ErrorFeedback):
 
     def add_residual(self, group: Group) -> Routine:
         yield from ()  # `project` adds the residual
+        group.load_parts()
 
     def matrices(self, group: Group) -> groups.Matrices:
         """The sizes of the matrices of a group."""

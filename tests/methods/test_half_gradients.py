@@ -72,3 +72,23 @@ def test_a_residual_of_another_method_is_added_in_float32():
         expected = wide.average([g.float() for g in grads], "w")[0]
         assert torch.equal(half.average(grads, "w")[0], expected.bfloat16())
     assert not expected.bfloat16().float().equal(expected)
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64])
+@pytest.mark.parametrize("spec", ["onebit", "topk", "momentum:inner=topk(theta=0.9),beta=0.5"])
+def test_residuals_are_added_to_gradients_of_any_strides_and_type(spec, dtype):
+    """Methods of lists and of vectors; with a momentum, it comes first."""
+    permuted, plain = (gradzip.LocalGroup(gradzip.parse(spec), 2) for _ in range(2))
+    for step in range(3):
+        grads = [grads_of(rank, step, dtype) for rank in range(2)]
+        expected = plain.step([{name: g.float() for name, g in of.items()} for of in grads])
+        for of in grads:
+            of["a"], of["b"] = of["a"].T.contiguous().T, of["b"].to(memory_format=torch.channels_last)
+            assert not of["a"].is_contiguous() and not of["b"].is_contiguous()
+        got = permuted.step(grads)
+        assert all(
+            torch.equal(one[name], wanted[name].to(dtype)) for one, wanted in zip(got, expected) for name in NAMES
+        )
+    for one, other in zip(permuted.compressors, plain.compressors):
+        assert one.states.keys() == other.states.keys() and one.states
+        assert all(torch.equal(state.residual, other.states[name].residual) for name, state in one.states.items())
