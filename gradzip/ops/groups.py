@@ -242,12 +242,12 @@ def one_bit_packed(
 
 
 def ternary_packed(parts: Sequence[Tensor], scales: Tensor, clips: Tensor, keys: np.ndarray, outs: np.ndarray) -> None:
-    """`ops.ternary_packed_all` to the addresses `outs`. scales, clips: (parts,), float32."""
-    table = np.empty((len(parts), 6), np.uint64)  # struct TernarySource of csrc/common/ternary.h
+    """`ops.ternary_packed_all` to the addresses `outs`. parts: of one type; scales, clips: (parts,), float32."""
+    table = np.empty((len(parts), 7), np.uint64)  # struct TernarySource of csrc/common/ternary.h
     each = 4 * np.arange(len(parts), dtype=np.uint64)
-    table[:, 0], table[:, 1] = addresses(parts), numels(parts)
-    table[:, 2], table[:, 3] = np.uint64(scales.data_ptr()) + each, np.uint64(clips.data_ptr()) + each
-    table[:, 4], table[:, 5] = keys, outs
+    table[:, 0], table[:, 1], table[:, 2] = addresses(parts), _native.FLOATS.index(parts[0].dtype), numels(parts)
+    table[:, 3], table[:, 4] = np.uint64(scales.data_ptr()) + each, np.uint64(clips.data_ptr()) + each
+    table[:, 5], table[:, 6] = keys, outs
     _run_table("ternary_packed", parts[0], [table], replays.address(parts[0]))
 
 

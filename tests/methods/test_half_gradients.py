@@ -12,6 +12,8 @@ NAMES = list(SHAPES)
 HALF = [torch.float16, torch.bfloat16]
 READERS = kinds.examples(lambda c: c.reads_half and getattr(c, "exchange", None) != "auto")
 
+OTHERS = ["signsgd", "topk", "fft-range", "randomk:theta=0.9,error_feedback=False"]
+
 
 def grads_of(rank, step, dtype):
     return {name: gradient(name, rank, step, shape).to(dtype) for name, shape in SHAPES.items()}
@@ -26,7 +28,7 @@ def adjacent(grads):
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("spec", kinds.params([*kinds.with_other_exchanges(READERS), "signsgd", "topk", "fft-range"]))
+@pytest.mark.parametrize("spec", kinds.params([*kinds.with_other_exchanges(READERS), *OTHERS]))
 def test_averages_are_those_in_float32_rounded_once(spec, size, dtype):
     """Steps of a group, in one piece of memory or several; one step is skipped. Residuals are equal, too."""
     half, wide = (gradzip.LocalGroup(gradzip.parse(spec), size) for _ in range(2))

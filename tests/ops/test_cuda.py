@@ -823,6 +823,7 @@ def test_ternary(on_device, n):
         assert bits_equal(on_device(ops.ternary_packed, x, scale, clip, 3), expected)
         assert bits_equal(on_device(ops.ternary_packed, x, scale.item(), clip.item(), 3), expected)
         on_device.same(ops.ternary_packed, x, scale, None, 3)
+        on_device.same(ops.ternary_packed, x.bfloat16(), scale, clip, 3)
 
         decode_add, start = added(ops.ternary_decode_add, 1 / 3), torch.randn(n)
         for value in (0.7, scale, scale.item()):
