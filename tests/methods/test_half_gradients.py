@@ -12,6 +12,7 @@ NAMES = list(SHAPES)
 HALF = [torch.float16, torch.bfloat16]
 READERS = kinds.examples(lambda c: c.reads_half and getattr(c, "exchange", None) != "auto")
 
+MOMENTA = ["momentum:inner=topk(theta=0.9),beta=0.5", "momentum:inner=acpsgd"]
 OTHERS = ["signsgd", "topk", "fft-range", "randomk:theta=0.9,error_feedback=False"]
 
 
@@ -77,20 +78,17 @@ def test_a_residual_of_another_method_is_added_in_float32():
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64])
-@pytest.mark.parametrize("spec", ["onebit", "topk", "momentum:inner=topk(theta=0.9),beta=0.5"])
+@pytest.mark.parametrize("spec", ["onebit", "topk", "powersgd", "acpsgd", *MOMENTA])
 def test_residuals_are_added_to_gradients_of_any_strides_and_type(spec, dtype):
     """Methods of lists and of vectors; with a momentum, it comes first."""
     permuted, plain = (gradzip.LocalGroup(gradzip.parse(spec), 2) for _ in range(2))
     for step in range(3):
         grads = [grads_of(rank, step, dtype) for rank in range(2)]
-        expected = plain.step([{name: g.float() for name, g in of.items()} for of in grads])
-        for of in grads:
-            of["a"], of["b"] = of["a"].T.contiguous().T, of["b"].to(memory_format=torch.channels_last)
-            assert not of["a"].is_contiguous() and not of["b"].is_contiguous()
-        got = permuted.step(grads)
-        assert all(
-            torch.equal(one[name], wanted[name].to(dtype)) for one, wanted in zip(got, expected) for name in NAMES
-        )
+        grads = [{"a": of["a"].T.contiguous().T, "b": of["b"].to(memory_format=torch.channels_last)} for of in grads]
+        assert not any(g.is_contiguous() for of in grads for g in of.values())
+        expected = plain.step([{name: g.float().contiguous() for name, g in of.items()} for of in grads])
+        for of_rank, wanted in zip(permuted.step(grads), expected):
+            assert all(torch.equal(average, wanted[name].to(dtype)) for name, average in of_rank.items())
     for one, other in zip(permuted.compressors, plain.compressors):
         assert one.states.keys() == other.states.keys() and one.states
         assert all(torch.equal(state.residual, other.states[name].residual) for name, state in one.states.items())
