@@ -65,19 +65,18 @@ __global__ void __launch_bounds__(kBlock)
       for (int j = 0; j < 4; ++j) packed[quad.at + j] = uint8_t(bytes >> (8 * j));
     }
   }
-  for_last_bytes(tile, n,
-                 [&, x = x, dtype = dtype, packed = packed](int64_t at, int64_t element, int width, int digits) {
-                   uint32_t byte = 0;
-                   for (int k = digits - 1; k >= 0; --k) {
-                     const int64_t i = element + k * width;
-                     const Philox4 draw = philox(key, uint64_t(i) / 4);
-                     const uint32_t low = i & 1 ? draw.v[1] : draw.v[0], high = i & 1 ? draw.v[3] : draw.v[2];
-                     float value = 0.0f;
-                     typed_in(x, dtype, [&](auto* from) { value = to_float(from[i]); });
-                     byte = 3 * byte + draw_trit(value, level, most, i & 2 ? high : low);
-                   }
-                   packed[at] = uint8_t(byte);
-                 });
+  for_last_bytes(tile, n, [&, x = x, packed = packed](int64_t at, int64_t element, int width, int digits) {
+    uint32_t byte = 0;
+    for (int k = digits - 1; k >= 0; --k) {
+      const int64_t i = element + k * width;
+      const Philox4 draw = philox(key, uint64_t(i) / 4);
+      const uint32_t low = i & 1 ? draw.v[1] : draw.v[0], high = i & 1 ? draw.v[3] : draw.v[2];
+      float value = 0.0f;
+      typed_in(x, entry.source.dtype, [&](auto* from) { value = to_float(from[i]); });
+      byte = 3 * byte + draw_trit(value, level, most, i & 2 ? high : low);
+    }
+    packed[at] = uint8_t(byte);
+  });
 }
 
 // Takes the lowest digit of *byte and returns its value; the others move down.

@@ -334,6 +334,7 @@ class Group:
         Contiguous tensors, whose elements are those of the group one after the other.
         """
         if not self.parts and self.gradients[0].dtype in ops.FLOATS:
+            self._memory = None  # of steps without a residual
             return list(map(Tensor.contiguous, self.gradients)) if self._target is None else [self._target]
         self.load_parts()
         return self.parts
