@@ -22,6 +22,7 @@
 // Unless documented otherwise, no array is written when *failed is set. On CUDA nobody may be reading it, so decoders
 // also write NaN: a non-finite average makes every rank skip the step.
 
+#include "common/add_residual.h"
 #include "common/bitmap_code.h"
 #include "common/dtype.h"
 #include "common/index_code.h"
@@ -46,6 +47,11 @@
 KERNEL(abs_max, const void* x, int dtype, int64_t n, float* most);
 // The same for each column of each matrix: most has room for the columns of all, one matrix after the other.
 KERNEL(abs_max_columns, const Matrix* matrices, int64_t count, float* most);
+
+// --- add_residual
+// out = x + residual for each entry of the table, which is in host memory on every device, rounded once.
+// On CUDA: A launch takes kAddBatch entries.
+KERNEL(add_residual, const ResidualSum* table, int64_t count);
 
 // --- restore
 // Unless *number is finite, overwrites each target by its source or pattern. The table is in host memory on every

@@ -11,15 +11,15 @@ namespace gradzip {
 constexpr int kDigits = 5, kTritWidth = 64, kTritBlock = kDigits * kTritWidth;
 constexpr uint32_t kTopByte = 242;  // 3^5 - 1
 
-// A tensor to be packed. A null clip is infinite.
+// A tensor to be packed, of the type `dtype` (common/half.h). A null clip is infinite.
 struct TernarySource {
-  const float* x;
-  int64_t n;
+  const void* x;
+  int64_t dtype, n;
   const float *scale, *clip;
   uint64_t key;
   uint8_t* packed;
 };
-static_assert(sizeof(TernarySource) == 48, "gradzip/ops/ternary.py writes it");
+static_assert(sizeof(TernarySource) == 56, "gradzip/ops/ternary.py writes it");
 
 // float(weight * *scale) * (-1, 0 or 1). A null scale is 1.
 struct TernaryTerm {

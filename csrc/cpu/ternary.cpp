@@ -4,7 +4,9 @@
 #include <limits>
 #include <vector>
 
+#include "common/dtype.h"
 #include "common/ternary.h"
+#include "cpu/half.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "cpu/philox.h"
@@ -69,15 +71,18 @@ void ternary_packed(const TernarySource* table, int64_t count, const int64_t* re
     const float most = source.clip ? *source.clip : std::numeric_limits<float>::infinity();
     const uint64_t key = replay_key(source.key, replays);
     const int64_t end = std::min(source.n, (chunk + 1) * kTritChunk);
-    for (int64_t i = chunk * kTritChunk; i < end; i += kTritBlock) {
-      const int n = int(std::min<int64_t>(end - i, kTritBlock)), width = width_of(n);
-      uint32_t random[kTritBlock];
-      uint8_t trits[kTritBlock];
-      philox_words(key, uint64_t(i), n, random);
-      draw_trits(source.x + i, random, n, level, most, trits);
-      std::fill(trits + n, trits + kDigits * width, uint8_t(0));
-      join_trits(trits, width, source.packed + i / kDigits);
-    }
+    typed(source.x, int(source.dtype), [&](auto* x) {
+      for (int64_t i = chunk * kTritChunk; i < end; i += kTritBlock) {
+        const int n = int(std::min<int64_t>(end - i, kTritBlock)), width = width_of(n);
+        uint32_t random[kTritBlock];
+        float buffer[kTritBlock];
+        uint8_t trits[kTritBlock];
+        philox_words(key, uint64_t(i), n, random);
+        draw_trits(as_floats(x + i, n, buffer), random, n, level, most, trits);
+        std::fill(trits + n, trits + kDigits * width, uint8_t(0));
+        join_trits(trits, width, source.packed + i / kDigits);
+      }
+    });
   });
 }
 

@@ -37,7 +37,7 @@ struct TernaryEntry {
 __global__ void __launch_bounds__(kBlock)
     ternary_packed_kernel(const TernaryEntry* entries, int64_t count, const int64_t* replays) {
   const TernaryEntry entry = entries[entry_of_block(entries, count)];
-  const auto [x, n, scale, clip, own_key, packed] = entry.source;
+  const auto [x, dtype, n, scale, clip, own_key, packed] = entry.source;
   const uint64_t key = replay_key(own_key, replays);
   const int64_t tile = blockIdx.x - entry.first_block, task = tile * kBlock + threadIdx.x;
   const LevelScale level = level_scale(*scale, 1);
@@ -45,8 +45,10 @@ __global__ void __launch_bounds__(kBlock)
   if (task < n / kTritBlock * kTritThreads) {
     const TritQuad quad(task);
     float value[kDigits][4];
+    typed_in(x, dtype, [&, n = n](auto* from) {
 #pragma unroll
-    for (int k = 0; k < kDigits; ++k) load4(x, quad.element + k * kTritWidth, n, value[k]);
+      for (int k = 0; k < kDigits; ++k) load4(from, quad.element + k * kTritWidth, n, value[k]);
+    });
     uint32_t bytes = 0;  // without carry between bytes
 #pragma unroll
     for (int k = kDigits - 1; k >= 0; --k) {
@@ -69,7 +71,9 @@ __global__ void __launch_bounds__(kBlock)
       const int64_t i = element + k * width;
       const Philox4 draw = philox(key, uint64_t(i) / 4);
       const uint32_t low = i & 1 ? draw.v[1] : draw.v[0], high = i & 1 ? draw.v[3] : draw.v[2];
-      byte = 3 * byte + draw_trit(__ldg(x + i), level, most, i & 2 ? high : low);
+      float value = 0.0f;
+      typed_in(x, entry.source.dtype, [&](auto* from) { value = to_float(from[i]); });
+      byte = 3 * byte + draw_trit(value, level, most, i & 2 ? high : low);
     }
     packed[at] = uint8_t(byte);
   });

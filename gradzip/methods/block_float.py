@@ -116,7 +116,9 @@ class BlockFloat(ErrorFeedback):
         state = group.state
         if getattr(state, "owner_residual", None) is not None and state.owner_ranges != [self._partition(group)[1:]]:
             state.fold_owner_residual()
-        if not self.keeps_residual:  # otherwise `reduce` adds the residual as it encodes
+        if self.keeps_residual:
+            group.load_parts()  # `reduce` adds the residual as it encodes
+        else:
             yield from super().add_residual(group)
 
     def reduce(self, group: Group) -> Routine:

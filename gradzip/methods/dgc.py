@@ -139,6 +139,7 @@ class DGC(SparseCodec):
     def add_residual(self, group: Group) -> Routine:
         """Coroutine: the velocity u, and the residual v with it."""
         yield from ()
+        group.load_parts()
         self.keep_owner_residual(group)
         velocity, state = group.vector, group.state
         if self.clip_norm is not None:

@@ -76,14 +76,22 @@ class LowRank(ErrorFeedback):
         return (rows + columns) * self.rank >= rows * columns
 
     def add_residual(self, group: Group) -> Routine:
-        yield from ()  # `project` adds the residual
+        if group.gradients[0].dtype == torch.float32:
+            group.load_parts()  # `project` adds the residual
+        else:
+            yield from super().add_residual(group)
 
     def matrices(self, group: Group) -> groups.Matrices:
         """The sizes of the matrices of a group."""
         return groups.Matrices([_matrix_shape(shape) for shape in group.shapes_of_parts], self.rank)
 
     def project(self, group: Group, factor: Tensor, transpose: bool = False, residual: Tensor | None = None) -> Local:
-        """Local work: add the residual to the parts G, and return G @ factor (Gᵀ @ factor with `transpose`)."""
+        """Local work: add the residual to the parts G, and return G @ factor (Gᵀ @ factor with `transpose`).
+
+        residual: not added to the parts of gradients of other types than float32, which have it.
+        """
+        if group.gradients[0].dtype != torch.float32:
+            residual = None
         projection = groups.Projection(group.planned(self.matrices), group.parts, residual, factor, transpose)
         return Local(groups.project, group.device, projection)
 

@@ -240,6 +240,7 @@ class Momentum(Compressor):
             yield from super().add_residual(group)
             return
         if (momentum := getattr(state, "momentum", None)) is not None:
+            group.load_parts()
             yield from jointly(self._add_all, group.device, (group.parts, group.pieces(momentum)))
         yield from self.inner.add_residual(group)
 

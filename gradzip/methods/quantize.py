@@ -164,6 +164,7 @@ class TernGrad(ListCodec):
     shared_scale: bool = True
     seed: int = 0
 
+    reads_half = True
     kernel = "ternary_decode_add"
     problem = "got a byte above 242, the largest that five trits make"
     code_nbytes = staticmethod(ops.ternary_nbytes)
@@ -212,7 +213,10 @@ class TernGrad(ListCodec):
 
     def _largest(self, parts: Sequence[Tensor]) -> Tensor:
         """max |c_i| of each clipped part, float32. Not finite if the part is not, or its norm overflows."""
-        largest = torch.cat(ops.abs_max_all(parts))
+        if parts[0].is_cuda and parts[0].dtype in ops.HALF:
+            largest = ops.largest_magnitudes(parts).float()
+        else:
+            largest = torch.cat(ops.abs_max_all(parts))
         if self.clip is None:
             return largest
         norms = _norms(parts)

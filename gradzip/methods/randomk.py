@@ -64,6 +64,10 @@ class RandomK(ErrorFeedback):
     def unbiased(self) -> bool:  # type: ignore[override]
         return not self.error_feedback
 
+    @property
+    def reads_half(self) -> bool:  # type: ignore[override]
+        return not self.error_feedback  # what is compressed becomes the residual, float32
+
     def groups_by(self, shape: torch.Size) -> tuple[int, ...]:
         return self.joined_shape(shape)
 
@@ -74,7 +78,7 @@ class RandomK(ErrorFeedback):
         state.payload = indices
         # All ranks must see that a gradient is not finite, even if the element was not chosen.
         finite = ops.abs_max_tensor(group.vector).isfinite()
-        values = torch.where(finite, group.vector.index_select(0, indices), math.nan)
+        values = torch.where(finite, group.vector.index_select(0, indices).float(), math.nan)
         if not self.keeps_residual:
             group.release_parts()
         values = yield Mean(values)

@@ -141,6 +141,26 @@ def _run_table(name: str, where: Tensor, tables: Sequence[np.ndarray], *argument
     _native.run(name, where, table.__array_interface__["data"][0], len(table), *arguments)
 
 
+# --- residuals
+
+
+def add_residual(sums: Sequence[tuple[Sequence[Tensor], Tensor, Tensor]]) -> list[None]:
+    """`ops.add_residual` for several groups, in one call.
+
+    sums: (parts, residual, out) of each. The parts are contiguous, of one type; the others are flat.
+    """
+    rows = []
+    for parts, residual, out in sums:
+        dtype, at, to = _native.FLOATS.index(parts[0].dtype), residual.data_ptr(), out.data_ptr()
+        for part in parts:
+            n = part.numel()
+            rows.append((part.data_ptr(), at, to, n, dtype))
+            at, to = at + 4 * n, to + 4 * n
+    table = np.array(rows, np.int64)  # struct ResidualSum of csrc/common/add_residual.h
+    _native.run("add_residual", sums[0][1], table.__array_interface__["data"][0], len(rows))
+    return [None] * len(sums)
+
+
 # --- tensors that get their old values back
 
 _pattern_of = functools.lru_cache(pattern_of)  # not of 0: -0 would be the same key
@@ -222,12 +242,12 @@ def one_bit_packed(
 
 
 def ternary_packed(parts: Sequence[Tensor], scales: Tensor, clips: Tensor, keys: np.ndarray, outs: np.ndarray) -> None:
-    """`ops.ternary_packed_all` to the addresses `outs`. scales, clips: (parts,), float32."""
-    table = np.empty((len(parts), 6), np.uint64)  # struct TernarySource of csrc/common/ternary.h
+    """`ops.ternary_packed_all` to the addresses `outs`. parts: of one type; scales, clips: (parts,), float32."""
+    table = np.empty((len(parts), 7), np.uint64)  # struct TernarySource of csrc/common/ternary.h
     each = 4 * np.arange(len(parts), dtype=np.uint64)
-    table[:, 0], table[:, 1] = addresses(parts), numels(parts)
-    table[:, 2], table[:, 3] = np.uint64(scales.data_ptr()) + each, np.uint64(clips.data_ptr()) + each
-    table[:, 4], table[:, 5] = keys, outs
+    table[:, 0], table[:, 1], table[:, 2] = addresses(parts), _native.FLOATS.index(parts[0].dtype), numels(parts)
+    table[:, 3], table[:, 4] = np.uint64(scales.data_ptr()) + each, np.uint64(clips.data_ptr()) + each
+    table[:, 5], table[:, 6] = keys, outs
     _run_table("ternary_packed", parts[0], [table], replays.address(parts[0]))
 
 

@@ -4,12 +4,14 @@ All that is imported here is public in `gradzip.ops`. Names are imported `as` th
 they would be private.
 """
 
+from ._native import FLOATS as FLOATS
 from ._native import HALF as HALF
 from ._native import MOST_HALF_TERMS as MOST_HALF_TERMS
 from .abs_max import abs_max as abs_max
 from .abs_max import abs_max_all as abs_max_all
 from .abs_max import abs_max_columns as abs_max_columns
 from .abs_max import abs_max_tensor as abs_max_tensor
+from .add_residual import add_residual as add_residual
 from .atom_probabilities import atom_probabilities as atom_probabilities
 from .bernoulli import bernoulli as bernoulli
 from .bitmap import bitmap as bitmap

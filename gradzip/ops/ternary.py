@@ -27,11 +27,11 @@ def ternary_packed(
 ) -> Tensor:
     """Return sign(x) * Bernoulli(min(\\|x\\|, clip) / scale), five trits to a byte.
 
-    x: n elements, any shape, float32; scale: finite, >= 0; clip: > 0, or None to clip nothing. If x is on CUDA, scale
-    and clip may be tensors there, float32 of 1 element; nothing waits for them, and their values are not checked.
-    Returns uint8 of ceil(n / 5), in `out` if given. Each 320 elements (the last group may be shorter) take
-    w = ceil(320 / 5) bytes: byte j is the sum of 3^k t over the elements k * w + j, t = 0 for zero, 1 for plus, 2 for
-    minus.
+    x: n elements, any shape, float32, float16 or bfloat16; scale: finite, >= 0; clip: > 0, or None to clip nothing. If
+    x is on CUDA, scale and clip may be tensors there, float32 of 1 element; nothing waits for them, and their values
+    are not checked. Returns uint8 of ceil(n / 5), in `out` if given. Each 320 elements (the last group may be shorter)
+    take w = ceil(320 / 5) bytes: byte j is the sum of 3^k t over the elements k * w + j, t = 0 for zero, 1 for plus, 2
+    for minus.
 
     Unbiased, E[scale * trit] = clipped x, if scale >= max \\|clipped x\\|; elements above scale have probability 1.
     scale 0 gives zeros; NaN counts as 0. Draw i of `key` belongs to element i. Deterministic.
@@ -39,7 +39,7 @@ def ternary_packed(
     >>> ternary_packed(torch.tensor([1.0, -1.0, 0.0, 0.0, 1.0]), scale=1.0).tolist()  # 1 + 2 * 3 + 1 * 81
     [88]
     """
-    x = _native.check(x, torch.float32, "ternary_packed: x")
+    x = _native.check(x, _native.FLOATS, "ternary_packed: x")
     if not (_stays_on_device(scale, x) or 0 <= scale < math.inf):
         raise ValueError(f"ternary_packed: got scale = {scale}, expected a finite number >= 0")
     if not (clip is None or _stays_on_device(clip, x) or clip > 0):
@@ -60,13 +60,14 @@ def ternary_packed_all(
     >>> ternary_packed_all([(torch.tensor([sign]), 1.0, None, 0, out) for sign, out in zip((1.0, -1.0), outs)]), outs
     (None, [tensor([1], dtype=torch.uint8), tensor([2], dtype=torch.uint8)])
     """
-    table = _native.Table("<QqQQQQ")  # struct TernarySource of csrc/common/ternary.h
+    table = _native.Table("<QqqQQQQ")  # struct TernarySource of csrc/common/ternary.h
     for x, scale, clip, key, out in sources:
-        x = _native.check(x, torch.float32, "ternary_packed: x", device=table.device)
+        x = _native.check(x, _native.FLOATS, "ternary_packed: x", device=table.device)
         _native.in_place(out, torch.uint8, "ternary_packed: out", ternary_nbytes(x.numel()), x.device)
         scale = _native.scalar(scale, x, "ternary_packed: scale")
         clip = None if clip is None else _native.scalar(clip, x, "ternary_packed: clip")
-        table.add(x, x.numel(), scale, clip, _native.check_key(key, "ternary_packed"), out)
+        key = _native.check_key(key, "ternary_packed")
+        table.add(x, _native.FLOATS.index(x.dtype), x.numel(), scale, clip, key, out)
     table.run("ternary_packed", table.replays)
 
 

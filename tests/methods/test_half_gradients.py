@@ -12,6 +12,9 @@ NAMES = list(SHAPES)
 HALF = [torch.float16, torch.bfloat16]
 READERS = kinds.examples(lambda c: c.reads_half and getattr(c, "exchange", None) != "auto")
 
+MOMENTA = ["momentum:inner=topk(theta=0.9),beta=0.5", "momentum:inner=acpsgd"]
+OTHERS = ["signsgd", "topk", "fft-range", "randomk:theta=0.9,error_feedback=False"]
+
 
 def grads_of(rank, step, dtype):
     return {name: gradient(name, rank, step, shape).to(dtype) for name, shape in SHAPES.items()}
@@ -26,7 +29,7 @@ def adjacent(grads):
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("spec", kinds.params([*kinds.with_other_exchanges(READERS), "signsgd", "topk", "fft-range"]))
+@pytest.mark.parametrize("spec", kinds.params([*kinds.with_other_exchanges(READERS), *OTHERS]))
 def test_averages_are_those_in_float32_rounded_once(spec, size, dtype):
     """Steps of a group, in one piece of memory or several; one step is skipped. Residuals are equal, too."""
     half, wide = (gradzip.LocalGroup(gradzip.parse(spec), size) for _ in range(2))
@@ -72,3 +75,20 @@ def test_a_residual_of_another_method_is_added_in_float32():
         expected = wide.average([g.float() for g in grads], "w")[0]
         assert torch.equal(half.average(grads, "w")[0], expected.bfloat16())
     assert not expected.bfloat16().float().equal(expected)
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64])
+@pytest.mark.parametrize("spec", ["onebit", "topk", "powersgd", "acpsgd", *MOMENTA])
+def test_residuals_are_added_to_gradients_of_any_strides_and_type(spec, dtype):
+    """Methods of lists and of vectors; with a momentum, it comes first."""
+    permuted, plain = (gradzip.LocalGroup(gradzip.parse(spec), 2) for _ in range(2))
+    for step in range(3):
+        grads = [grads_of(rank, step, dtype) for rank in range(2)]
+        grads = [{"a": of["a"].T.contiguous().T, "b": of["b"].to(memory_format=torch.channels_last)} for of in grads]
+        assert not any(g.is_contiguous() for of in grads for g in of.values())
+        expected = plain.step([{name: g.float().contiguous() for name, g in of.items()} for of in grads])
+        for of_rank, wanted in zip(permuted.step(grads), expected):
+            assert all(torch.equal(average, wanted[name].to(dtype)) for name, average in of_rank.items())
+    for one, other in zip(permuted.compressors, plain.compressors):
+        assert one.states.keys() == other.states.keys() and one.states
+        assert all(torch.equal(state.residual, other.states[name].residual) for name, state in one.states.items())

@@ -787,6 +787,13 @@ def test_chunk_topk(on_device, n, k, chunk):
         assert on_device(ops.chunk_topk_values, records, n, k, chunk)[:k].isnan().all()
 
 
+@pytest.mark.parametrize("n", SIZES)
+def test_add_residual(on_device, n):
+    for x in inputs(n):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            on_device.same(ops.add_residual, x.to(dtype), torch.randn(n))
+
+
 @pytest.mark.parametrize("number", [math.nan, -math.inf, 2.0])
 @pytest.mark.parametrize("n", SIZES)
 def test_restore(on_device, n, number):
@@ -816,6 +823,7 @@ def test_ternary(on_device, n):
         assert bits_equal(on_device(ops.ternary_packed, x, scale, clip, 3), expected)
         assert bits_equal(on_device(ops.ternary_packed, x, scale.item(), clip.item(), 3), expected)
         on_device.same(ops.ternary_packed, x, scale, None, 3)
+        on_device.same(ops.ternary_packed, x.bfloat16(), scale, clip, 3)
 
         decode_add, start = added(ops.ternary_decode_add, 1 / 3), torch.randn(n)
         for value in (0.7, scale, scale.item()):

@@ -34,6 +34,7 @@ def test_readers_see_the_float32_numbers(dtype):
             error = torch.empty(x.numel())
             yield torch.nan_to_num(ops.abs_max_tensor(x), 7.0)  # NaN has other bits
             yield ops.natural_encode(x[x.isfinite()], 5)[0]  # others have any code
+            yield ops.ternary_packed(x, 20.0, 15.0, 5)
             for bits, key in ((8, 3), (4, None), (2, None)):
                 yield ops.block_float_encode(x, bits, 32, key, residual=residual, error=error)
                 yield error.clone()

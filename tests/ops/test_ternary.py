@@ -147,7 +147,7 @@ def test_errors():
         (lambda: ternary_packed(x, float("nan")), ValueError, "got scale = nan, expected a finite number >= 0"),
         (lambda: ternary_packed(x, -1.0), ValueError, "got scale = -1.0"),
         (lambda: ternary_packed(x, 1.0, 0.0), ValueError, "got clip = 0.0, expected None or a number > 0"),
-        (lambda: ternary_packed(x.half(), 1.0), ValueError, "got torch.float16, expected torch.float32"),
+        (lambda: ternary_packed(x.double(), 1.0), ValueError, "got torch.float64, expected torch.float32"),
         (lambda: ternary_decode_add(packed[:2], 1.0, x), PayloadError, "got 2 bytes, expected 3 for 11 elements"),
         (lambda: ternary_decode_add(packed, float("inf"), x), PayloadError, "its scale is inf"),
         (lambda: ternary_decode_add(packed * 0 + 243, 1.0, x), PayloadError, "got a byte above 242"),

@@ -9,14 +9,15 @@ using namespace gradzip;
 using Bits = simt::Buffer<uint8_t>;
 using Floats = simt::Buffer<float>;
 
-static void test(const Floats& x, int64_t n, float scale, float clip) {
+template <class T>
+static void test(const simt::Buffer<T>& x, int64_t n, float scale, float clip) {
   const int64_t nbytes = (n + 4) / 5;
   const double weight = 1.0 / 3.0;
   const std::string what = "scale = " + std::to_string(scale) + ", clip = " + std::to_string(clip);
   const Bits expected(nbytes);
   const Floats expected_sum(simt::data(simt::Kind::normal, n));
   int32_t refused = 0;
-  const TernarySource on_cpu{x, n, &scale, std::isinf(clip) ? nullptr : &clip, 3, expected};
+  const TernarySource on_cpu{x, dtype_of(x), n, &scale, std::isinf(clip) ? nullptr : &clip, 3, expected};
   cpu::ternary_packed(&on_cpu, 1, simt::replays_for(n), 1);
   const WeightedSum sum_on_cpu{expected_sum, n, 1, 1, 0};
   const TernaryTerm term_on_cpu{expected, &scale, weight};
@@ -32,7 +33,7 @@ static void test(const Floats& x, int64_t n, float scale, float clip) {
     const Bits packed(nbytes, n % 4);
     const Floats sum(simt::data(simt::Kind::normal, n), n % 3);
     const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
-    const TernarySource source{x, n, scales, std::isinf(clip) ? nullptr : clips.get(), 3, packed};
+    const TernarySource source{x, dtype_of(x), n, scales, std::isinf(clip) ? nullptr : clips.get(), 3, packed};
     simt::call(cuda::ternary_packed, &source, 1, simt::replays_for(n));
     simt::expect_equal(packed.get(), expected.get(), nbytes, "ternary_packed, " + what);
     decode_add(packed, scales, weight, sum, failed);
@@ -80,7 +81,7 @@ static void test_table(const std::vector<int64_t>& sizes) {
     for (size_t i = 0; i < sizes.size(); ++i) {
       packed.emplace_back((sizes[i] + 4) / 5, skip * int64_t(i % 5));
       const float* clip = i % 2 ? numbers.get() + 1 : nullptr;
-      table.push_back({tensors[i], sizes[i], numbers, clip, 7 + i, packed.back()});
+      table.push_back({tensors[i], int64_t(Dtype::float32), sizes[i], numbers, clip, 7 + i, packed.back()});
     }
     return table;
   };
@@ -123,10 +124,13 @@ int main() {
   for (int64_t n : {319, 320, 321, 640, 959}) sizes.push_back(n);
   for (int64_t n : sizes)
     for (simt::Kind kind : simt::kKinds) {
-      const simt::Buffer<float> x(simt::data(kind, n), n % 4);
+      const std::vector<float> values = simt::data(kind, n);
+      const simt::Buffer<float> x(values, n % 4);
       for (float scale : {0.0f, 1.0f, 2.5f, 3e38f, 1e-40f})
         for (float clip : {INFINITY, 1.25f})
           if (n < 10000 || scale == 2.5f) test(x, n, scale, clip);
+      test(simt::Buffer<BFloat16>(simt::as<BFloat16>(values), n % 4), n, 2.5f, 1.25f);
+      test(simt::Buffer<Float16>(simt::as<Float16>(values), n % 3), n, 2.5f, 1.25f);
     }
   test_table({});
   test_table({320, 0, 5121, 1, 40000, 5120, 319});

@@ -107,6 +107,8 @@ BROKEN = {
         "atom_probabilities, budget ="),
     "a stratum too many": ("random_indices", "random_indices.cuh", "if (i < k) indices", "if (i <= k) indices",
         "heap-buffer-overflow|random_indices of"),
+    "blocks of the part before": ("add_residual", "block/table.cuh", "first_block <= blockIdx.x) ++index",
+        "first_block < blockIdx.x) ++index", "add_residual: item"),
     "a word past the target": ("restore", "restore.cuh", "aligned ? nbytes / 16", "aligned ? nbytes / 16 + 1",
         "heap-buffer-overflow"),
     "misaligned wide load": ("select", "block/block.cuh", "reinterpret_cast<const float4*>(x + head)",

@@ -124,7 +124,18 @@ GZ_DEVICE void store1(T* out, float value) {
   *out = rounded<T>(value);
 }
 
-// f(out as a pointer to numbers of this type).
+// f(x as a pointer to numbers of this type).
+template <class F>
+GZ_DEVICE void typed_in(const void* x, int64_t dtype, F f) {
+  if (dtype == int64_t(Dtype::bfloat16))
+    f(static_cast<const BFloat16*>(x));
+  else if (dtype == int64_t(Dtype::float16))
+    f(static_cast<const Float16*>(x));
+  else
+    f(static_cast<const float*>(x));
+}
+
+// The same of memory to write to.
 template <class F>
 GZ_DEVICE void typed_out(void* out, int64_t dtype, F f) {
   if (dtype == int64_t(Dtype::bfloat16))

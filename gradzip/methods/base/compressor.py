@@ -26,6 +26,7 @@ from ...memory.state import State, Workspace
 from ...memory.state_dict import all_or_nothing, fields_from, state_dict_of
 from ...memory.streams import HomeStreams
 from ...memory.verdict import Verdict
+from ...ops import groups
 from ...ops import tensors as ops
 from .exempt import Kind, exempt_names
 
@@ -214,7 +215,7 @@ class Compressor(ABC):
         return []
 
     def kept_nbytes(self, group: Group) -> int:
-        """Bytes of the tensors that the state of a group has between steps, at most. `group.parts` have no data."""
+        """Bytes of the tensors that the state of a group has between steps, at most."""
         if not group.compressed:
             return 0
         of_parameters = map(self.state_shapes, group.shapes_of_parts)
@@ -233,23 +234,21 @@ class Compressor(ABC):
         return memory
 
     def add_residual(self, group: Group) -> Routine:
-        """Coroutine: add the residual to `group.parts`, for `reduce`.
+        """Coroutine: make `group.parts`, for `reduce`: the gradients plus the residual.
 
-        On a CPU, with error feedback, the sum is in memory of its own, which becomes the residual without a copy.
+        The sum has memory of its own, which becomes the next residual without a copy.
         """
         state = group.state
         if state.residual is None:
+            group.load_parts()
             return
-        residuals = group.pieces(state.residual)
-        if self.keeps_residual and not state.residual.is_cuda:
-            state.next_residual = state.renewed("residual", state.residual)
-            sums = group.pieces(state.next_residual)
-            for part, residual, out in zip(group.parts, residuals, sums):
-                torch.add(part, residual, out=out)
-            group.parts = sums
-        else:
-            group.parts = [part.float() for part in group.parts]  # which float32 ones are
-            yield Local(add_all, group.device, (group.parts, residuals))
+        addends, total = group.addends, state.next_residual  # which is set if they are in its memory
+        if total is None and self.keeps_residual:
+            total = state.next_residual = state.renewed("residual", state.residual)
+        elif total is None:
+            total = torch.empty_like(state.residual)
+        yield Local(groups.add_residual, group.device, (addends, state.residual, total))
+        group.parts = group.pieces(total)
 
     @abstractmethod
     def reduce(self, group: Group) -> Routine:
@@ -624,7 +623,7 @@ def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def add_all(sums: list[tuple[list[Tensor], list[Tensor]]], alpha: float = 1.0) -> list[None]:
+def add_all(sums: list[tuple[list[Tensor], list[Tensor]]], alpha: float) -> list[None]:
     """Add alpha times others to the tensors of several groups, (targets, others). One operation on a device."""
     torch._foreach_add_(*map(list, map(itertools.chain.from_iterable, zip(*sums))), alpha=alpha)
     return [None] * len(sums)

@@ -386,11 +386,11 @@ class GatherCompressor(Compressor):
         """For each rank, the piece of each part that it owns.
 
         Partitions have whole rows of a part, unless it has fewer rows than there are ranks. They differ by one row of
-        each part at most: the longer ones come first.
+        each part at most: the longer ones come first. Before the parts are made, the pieces have no data.
         """
         found: list[list[Piece]] = [[] for _ in range(group.size)]
         start = 0
-        for part in group.parts:
+        for part in group.parts or group.planned(_unmade_parts):
             row = part.shape[1:] if part.shape[0] >= group.size and part.shape[1:].numel() > 1 else torch.Size()
             rows = part.reshape(-1, *row)
             edges = [0, *itertools.accumulate(map(len, rows.tensor_split(group.size)))]
@@ -484,6 +484,11 @@ def _filled_up(payloads: Sequence[Tensor], nbytes: int) -> Tensor:
     buffer = payloads[0].new_zeros(len(payloads), nbytes)
     torch._foreach_copy_([row[: payload.numel()] for row, payload in zip(buffer, payloads)], list(payloads))
     return buffer.view(-1)
+
+
+def _unmade_parts(group: Group) -> list[Tensor]:
+    """The parts of a group without data."""
+    return group.pieces(torch.empty(group.numel, device="meta"))
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -59,7 +59,8 @@ class Group:
 
     In a step:
         gradients: what the averages are written to.
-        parts: what the method compresses: gradients plus residual. They may share the gradients' memory.
+        parts: what the method compresses: gradients plus residual; empty until they are made. They may share the
+            gradients' memory.
         device: of the gradients.
         discards: whether the averages are going to be thrown away (`Compressor.discarding`): what the state owes is
             not in them.
@@ -80,7 +81,6 @@ class Group:
 
     gradients: list[Tensor]
     device: torch.device
-    parts: list[Tensor]
     state: State
 
     def __init__(
@@ -104,6 +104,7 @@ class Group:
         self.frozen = frozen
         self.later_methods = list(later_methods)
         self.node_chunks: NodeChunks | None = compressor.node_chunks
+        self.parts: list[Tensor] = []
         self.rank, self.size = 0, 1
         self.discards = False
         self.on_device = False
@@ -235,8 +236,6 @@ class Group:
         """
         chunks = self.node_chunks
         self.rank, self.size = (rank, size) if chunks is None else (chunks.node, chunks.nodes)
-        if self.compressed:
-            self.parts = self.pieces(torch.empty(self.numel, device="meta"))
         return self.method.kept_nbytes(self)
 
     def keep(self, discarded: Mapping[str, Tensor | None]) -> None:
@@ -298,8 +297,8 @@ class Group:
         before, fields = self.before, dict(vars(state))
         self.compressed_momentum = method.compresses_momentum(state)
         try:
-            self.gradients = own
-            self.parts = self._parts(own)
+            self.gradients, self.parts = own, []
+            self._target = adjacent(own) if method.vectors else None
             yield from method.add_residual(self)
             average = yield from (method.reduce(self) if self.node_chunks is None else among_peers(method.reduce(self)))
             # All ranks see the same average, so all commit or all undo. Limit of the gradient's own type: a finite
@@ -328,26 +327,39 @@ class Group:
         self.finite = finite
         self.culprits = [] if finite else self.names
 
-    def _parts(self, own: list[Tensor]) -> list[Tensor]:
-        """What the method compresses, before the residual is added."""
+    @property
+    def addends(self) -> list[Tensor]:
+        """What the residual is added to: the parts if they are made, otherwise the gradients, of their own type.
+
+        Contiguous tensors, whose elements are those of the group one after the other.
+        """
+        if not self.parts and self.gradients[0].dtype in ops.FLOATS:
+            self._memory = None  # of steps without a residual
+            return list(map(Tensor.contiguous, self.gradients)) if self._target is None else [self._target]
+        self.load_parts()
+        return self.parts
+
+    def load_parts(self) -> None:
+        """Make `parts` of the gradients alone, unless they are made."""
+        if self.parts:
+            return
+        own, target = self.gradients, self._target
         dtype = own[0].dtype if self.method.reads_half and own[0].dtype in ops.HALF else torch.float32
-        if not self.method.vectors:
-            if not self.on_device or own[0].dtype == dtype:
-                return [gradient.to(dtype).contiguous() for gradient in own]
-        else:
-            self._target = adjacent(own)
-            if self._target is not None and (self._target.dtype == dtype or not self.on_device):
-                return [self._target.to(dtype).view(self._joined_shape)]
-        if self.on_device:
+        if self.on_device and (own[0].dtype != dtype or (self.method.vectors and target is None)):
             memory = self.method.memory_for(self, dtype)
             torch._foreach_copy_(pieces(memory, self.shapes_of_parts), own)  # one operation
-            return self.pieces(memory)
-        if self._memory is None or (self._memory[0].device, self._memory[0].dtype) != (self.device, dtype):
-            memory = torch.empty(self.numel, dtype=dtype, device=self.device)
-            self._memory = memory, pieces(memory, self.shapes_of_parts)
-        memory, views = self._memory
-        torch._foreach_copy_(views, own)
-        return [memory.view(self._joined_shape)]
+            self.parts = self.pieces(memory)
+        elif not self.method.vectors:
+            self.parts = [gradient.to(dtype).contiguous() for gradient in own]
+        elif target is not None:
+            self.parts = [target.to(dtype).view(self._joined_shape)]
+        else:
+            if self._memory is None or (self._memory[0].device, self._memory[0].dtype) != (self.device, dtype):
+                memory = torch.empty(self.numel, dtype=dtype, device=self.device)
+                self._memory = memory, pieces(memory, self.shapes_of_parts)
+            memory, views = self._memory
+            torch._foreach_copy_(views, own)
+            self.parts = [memory.view(self._joined_shape)]
 
     def release_parts(self) -> None:
         """Free what was compressed, unless it is the gradients' memory or the next residual."""
