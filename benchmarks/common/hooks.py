@@ -16,18 +16,23 @@ BLOCK = 128  # elements with one scale
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-def _powersgd(model: DistributedDataParallel) -> None:
-    state = torch_powersgd.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    model.register_comm_hook(state, torch_powersgd.powerSGD_hook)
+def _powersgd(model: DistributedDataParallel, **options: int) -> None:
+    model.register_comm_hook(torch_powersgd.PowerSGDState(None, **options), torch_powersgd.powerSGD_hook)
 
 
 # By the name of a row: what registers the hook.
 HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {
     "fp16 hook": lambda model: model.register_comm_hook(None, fp16_compress_hook),
     "bf16 hook": lambda model: model.register_comm_hook(None, bf16_compress_hook),
-    "PowerSGD hook": _powersgd,
+    "PowerSGD hook": lambda model: _powersgd(model, matrix_approximation_rank=4, start_powerSGD_iter=2),
     # Without annotations, which torch compares with classes, not with their names.
     "FP8 hook": lambda model: model.register_comm_hook(None, lambda group, bucket: fp8_hook(group, bucket)),
+}
+
+# Those that are trained on CPUs. DDP refuses torch's bf16 hook by its name there, but gloo adds in bfloat16, too.
+TRAINED = HOOKS | {
+    "bf16 hook": lambda model: model.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket)),
+    "PowerSGD hook, defaults": _powersgd,  # rank 1, from step 1000 on
 }
 
 

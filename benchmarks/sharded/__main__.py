@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import data
 from benchmarks.common import jobs
 from benchmarks.common.arguments import Parser, at_least, data_path
+from benchmarks.common.jobs import has_own_net
 from benchmarks.common.progress import Progress
 from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, provenance, stored_rows, write_json
 from benchmarks.common.studies import Rows, block, run_study
@@ -38,6 +40,7 @@ START = "<!-- table: python -m benchmarks.sharded --write -->\n\n"
 RECIPE = SIZES["full"]["text"]
 LRS = {"adamw": RECIPE.lrs, "muon": MUON_LRS}
 BASELINE = "float32"
+Variants = Mapping[str, dict[str, Any]]  # by name: options of a `Job`
 KEYS = ("network", "optimizer", "variant", "lr", "seed")  # of a run
 
 
@@ -46,7 +49,7 @@ def _bits(gather: int, reduce: int, **options: Any) -> dict[str, Any]:
     return {"gather": rounded, "reduce": f"block-float:bits={reduce}", **options}
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS: Variants = {
     BASELINE: {},
     **{f"{gather}/{reduce}": _bits(gather, reduce) for gather, reduce in ((8, 8), (8, 4), (4, 4))},
     **{
@@ -59,8 +62,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def run_job(job: Job, timeout: float = 1800) -> list[dict[str, Any]]:
     """Train. Returns what rank 0 writes: a line for each epoch. Raises JobError."""
-    command = [*jobs.launcher("fsdp", job.run["workers"]), "benchmarks.sharded.rank", json.dumps(asdict(job))]
-    return list(jobs.run(command, threads=1, timeout=timeout))
+    ranks = job.run["workers"]
+    command = [*jobs.launcher(job.front_end, ranks), "benchmarks.sharded.rank", json.dumps(asdict(job))]
+    return list(jobs.run([*jobs.network("none", ranks), *command], threads=1, timeout=timeout))
 
 
 def tables(rows: Rows) -> Iterator[str]:
@@ -71,7 +75,7 @@ def tables(rows: Rows) -> Iterator[str]:
     header = ["variant", "learning rate", "times fewer bytes", "score", "− float32, %"]
     for network, optimizer in dict.fromkeys((row["network"], row["optimizer"]) for row in rows):
         of_recipe = [row for row in rows if (row["network"], row["optimizer"]) == (network, optimizer)]
-        best = {variant: found for variant in VARIANTS if (found := best_of(of_recipe, variant))}
+        best = best_of(of_recipe, VARIANTS)
         about, model = of_recipe[0], MODELS[network].build(data.Text.vocabulary, data.Text.context)
         blocks = [module for module in model.modules() if isinstance(module, BLOCKS)]
         gathered_twice = sum(parameter.numel() for block in blocks for parameter in block.parameters())
@@ -100,14 +104,18 @@ def tables(rows: Rows) -> Iterator[str]:
         yield ""
 
 
-def best_of(rows: Rows, variant: str) -> tuple[float, float, Rows] | None:
-    """The mean score over seeds at the learning rate where it is lowest, that rate, and its rows."""
-    by_lr: dict[float, Rows] = {}
-    for row in rows:
-        if row["variant"] == variant:
-            by_lr.setdefault(row["lr"], []).append(row)
-    scored = [(statistics.fmean(row["scores"][-1] for row in of_lr), lr, of_lr) for lr, of_lr in by_lr.items()]
-    return min(scored, default=None, key=lambda found: found[:2])
+def best_of(rows: Rows, variants: Iterable[str]) -> dict[str, tuple[float, float, Rows]]:
+    """Of variants that the rows have: the mean score over seeds at the learning rate where it is lowest, that rate, rows."""
+    best = {}
+    for variant in variants:
+        by_lr: dict[float, Rows] = {}
+        for row in rows:
+            if row["variant"] == variant:
+                by_lr.setdefault(row["lr"], []).append(row)
+        scored = [(statistics.fmean(row["scores"][-1] for row in of_lr), lr, of_lr) for lr, of_lr in by_lr.items()]
+        if scored:
+            best[variant] = min(scored, key=lambda found: found[:2])
+    return best
 
 
 def blocks() -> Blocks:
@@ -115,22 +123,35 @@ def blocks() -> Blocks:
     return {(PAGE, START): block(tables(stored_rows(FILE)))}
 
 
-def main() -> None:
-    parser = Parser("sharded", __doc__, EXAMPLES)
-    parser.add_argument("--variant", action="append", choices=VARIANTS, help="default: all; repeat for several")
-    parser.add_argument("--optimizer", action="append", choices=LRS, help="default: all; repeat for several")
-    parser.add_argument("--lr", action="append", type=float, metavar="LR", help="default: three; repeat for several")
+def add_arguments(parser: Parser, variants: Variants, lrs: Mapping[str, Sequence[float]], epochs: int) -> None:
+    """Those of `study`."""
+    parser.add_argument("--variant", action="append", choices=variants, help="default: all; repeat for several")
+    parser.add_argument("--optimizer", action="append", choices=lrs, help="default: all; repeat for several")
+    shown = "; ".join(f"{optimizer}: {', '.join(f'{lr:g}' for lr in of)}" for optimizer, of in lrs.items())
+    parser.add_argument(
+        "--lr", action="append", type=float, metavar="LR", help=f"repeat for several (default: {shown})"
+    )
     parser.add_argument("--seed", action="append", type=at_least(0), metavar="N", help="default: 0 and 1")
     parser.add_argument("--network", choices=("charlm", "charlm-small"), default="charlm", help="default: charlm")
-    parser.add_argument("--epochs", type=at_least(1), default=RECIPE.epochs, metavar="N", help="default: %(default)s")
+    parser.add_argument("--epochs", type=at_least(1), default=epochs, metavar="N", help="default: %(default)s")
     parser.add_argument("--steps", type=at_least(1), metavar="N", help="cut runs short, to try this out")
     parser.add_argument("--ranks", type=at_least(2), default=RECIPE.workers, metavar="N", help="default: %(default)s")
-    parser.add_argument("--data", metavar="FILE", help="a text (default: sources of Python's library)")
-    run_study(parser, FILE, study, tables, blocks)
+    parser.add_argument("--data", metavar="FILE", help="a text (default: sources of torch.nn)")
 
 
-def study(args: Any, rows: Rows, command: str) -> None:
-    """Do the runs that the file does not have yet. Each variant once, then other seeds, then other learning rates."""
+def main() -> None:
+    parser = Parser("sharded", __doc__, EXAMPLES)
+    add_arguments(parser, VARIANTS, LRS, RECIPE.epochs)
+    run_study(parser, FILE, partial(study, "fsdp", VARIANTS, LRS), tables, blocks)
+
+
+def study(
+    front_end: str, variants: Variants, lrs: Mapping[str, Sequence[float]], args: Any, rows: Rows, command: str
+) -> None:
+    """Do the runs that the file does not have yet. Each variant once, then other seeds, then other learning rates.
+
+    lrs: by optimizer, by default.
+    """
     length = {"epochs": args.epochs, "cut": args.steps}
     if others := [row for row in rows if any(row[key] != value for key, value in length.items())]:
         got = f"got a run of {others[0]['epochs']} epochs, {others[0]['steps']} steps"
@@ -138,11 +159,11 @@ def study(args: Any, rows: Rows, command: str) -> None:
     path = data_path(MODELS[args.network].data, [args.data] if args.data else [])
     wanted = [
         (optimizer, variant, lr, seed)
-        for place in range(max(map(len, LRS.values())))
+        for place in range(max(map(len, lrs.values())))
         for seed in args.seed or RECIPE.seeds
-        for optimizer in args.optimizer or LRS
-        for lr in (args.lr or LRS[optimizer])[place : place + 1]
-        for variant in args.variant or VARIANTS
+        for optimizer in args.optimizer or lrs
+        for lr in (args.lr or lrs[optimizer])[place : place + 1]
+        for variant in args.variant or variants
     ]
     done = {tuple(row[key] for key in KEYS) for row in rows}
     left = [one for one in wanted if (args.network, *one) not in done]
@@ -152,13 +173,13 @@ def study(args: Any, rows: Rows, command: str) -> None:
             run = Run(
                 "text", variant, lr, seed, args.network, args.epochs, args.ranks, RECIPE.batch_size, 1.0, optimizer, ()
             )
-            epochs = run_job(Job(asdict(run), VARIANTS[variant], path, args.steps))
+            epochs = run_job(Job(asdict(run), front_end, variants[variant], path, args.steps))
             row = {
                 "network": args.network, "optimizer": optimizer, "variant": variant, "lr": lr, "seed": seed,
                 "ranks": args.ranks, **length, "steps": epochs[-1]["steps"],
                 "scores": [line["score"] for line in epochs],
                 "losses": [round(loss, 5) for line in epochs for loss in line["losses"]],
-                "sent": epochs[-1]["sent"], "seconds": round(epochs[-1]["seconds"], 1), **provenance(),
+                "sent": epochs[-1]["sent"], "wire": epochs[-1]["wire"] if has_own_net() else None, "seconds": round(epochs[-1]["seconds"], 1), **provenance(),
                 "command": command,
             }  # fmt: skip
             rows.append(row)

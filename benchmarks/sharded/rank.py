@@ -1,8 +1,9 @@
-"""One rank of a run of benchmarks/sharded.
+"""One rank of a run of benchmarks/sharded or benchmarks/peers.
 
 Usage: `rank.py JOB FILE`, with the fields of a `Job` as JSON. After each epoch, rank 0 appends a line of JSON to the
 file: {"score", "loss": of a test; "losses": its own, means over 50 steps; "sent": bytes so far to other ranks, of
-gathers and of reductions; "seconds", "steps": of training so far}.
+methods by what they do; "wire": bytes of training so far that the loopback carried, of a rank, if it carries nothing else;
+"seconds", "steps": of training so far}.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import data
 import gradzip
+from benchmarks.common.hooks import TRAINED
 from benchmarks.convergence.recipes import Run, load_data, steps_per_epoch
 from benchmarks.convergence.training import WINDOW, Alone
 from benchmarks.training.averagers import BLOCKS
+from benchmarks.training.rank import wire_bytes
 from models import MODELS, make_optimizer
 from train import cross_entropy, evaluate, learning_rate
 
+BUCKET_CAP_MB = 1024  # more than any gradient
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -42,12 +47,15 @@ class Job:
 
     Args:
         run: the fields of a `Run`, with as many workers as there are ranks.
-        options: of `gradzip.fsdp.quantize`, with methods as specs; none for FSDP's own collectives.
+        front_end: "fsdp" or "ddp".
+        options: of `gradzip.fsdp.quantize`, with methods as specs, or the "hook" or "method" of DDP; none for their own
+            collectives.
         data: a file or folder; None for the default.
         steps: of a run that is cut short; None for all.
     """
 
     run: dict[str, Any]
+    front_end: str
     options: dict[str, Any]
     data: str | None
     steps: int | None
@@ -100,26 +108,31 @@ def shard(network: nn.Module, reduce_dtype: torch.dtype | None = None) -> None:
 
 
 class Training:
-    """This rank's model and optimizer, and a whole network for tests."""
+    """This rank's model and optimizer, and the methods by what they do. `tested()` is a whole network."""
 
     def __init__(self, run: Run, dataset: data.Images | data.Text, options: dict[str, Any]) -> None:
-        def built() -> nn.Module:
-            torch.manual_seed(run.seed)
-            network: nn.Module = MODELS[run.network].build(*dataset.dimensions)
-            return network
-
-        self.network, self.model = built(), built()
-        shard(self.model)
-        specs = {name: value for name, value in options.items() if name in ("gather", "reduce")}
+        self.run, self.dimensions = run, dataset.dimensions
+        specs = {name: value for name, value in options.items() if name in ("gather", "reduce", "method")}
         self.methods = {name: gradzip.parse(spec) for name, spec in specs.items()}
-        if options:
-            gradzip.fsdp.quantize(self.model, **options | self.methods)
+        self.network = self.built()
+        self.model: nn.Module = self.connected(options | self.methods)
+        self.optimizer: Any = self.made_optimizer()
 
-        def make(network: nn.Module) -> torch.optim.Optimizer:
-            made: torch.optim.Optimizer = make_optimizer(run.optimizer, network, run.lr)
-            return made
+    def built(self) -> nn.Module:
+        torch.manual_seed(self.run.seed)
+        network: nn.Module = MODELS[self.run.network].build(*self.dimensions)
+        return network
 
-        self.optimizer: Any = WholeOptimizer(self.model, make, built()) if run.optimizer == "muon" else make(self.model)
+    def connected(self, options: dict[str, Any]) -> nn.Module:
+        """A model whose backward pass averages gradients."""
+        raise NotImplementedError
+
+    def made_optimizer(self) -> Any:
+        return self.make(self.model)
+
+    def make(self, network: nn.Module) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = make_optimizer(self.run.optimizer, network, self.run.lr)
+        return made
 
     def step(self, lr: float, inputs: Tensor, targets: Tensor) -> float:
         for group in self.optimizer.param_groups:
@@ -131,9 +144,45 @@ class Training:
         return float(loss)
 
     def tested(self) -> nn.Module:
+        return self.network
+
+
+class Replicated(Training):
+    """With DDP. There is one bucket: with several, ranks with torch's PowerSGD hook abort on gloo."""
+
+    def connected(self, options: dict[str, Any]) -> nn.Module:
+        model = DistributedDataParallel(self.network, bucket_cap_mb=BUCKET_CAP_MB)
+        if "hook" in options:
+            TRAINED[options["hook"]](model)
+        elif options:
+            gradzip.ddp.register(model, options["method"])
+        return model
+
+
+class Sharded(Training):
+    """With FSDP2."""
+
+    def connected(self, options: dict[str, Any]) -> nn.Module:
+        model = self.built()
+        shard(model)
+        if options:
+            gradzip.fsdp.quantize(model, **options)
+        return model
+
+    def made_optimizer(self) -> Any:
+        return (
+            WholeOptimizer(self.model, self.make, self.built())
+            if self.run.optimizer == "muon"
+            else super().made_optimizer()
+        )
+
+    def tested(self) -> nn.Module:
         """The network of the sharded parameters, which are not rounded."""
         self.network.load_state_dict({name: whole(p) for name, p in self.model.state_dict().items()})
         return self.network
+
+
+FRONT_ENDS: dict[str, type[Training]] = {"ddp": Replicated, "fsdp": Sharded}
 
 
 def main() -> None:
@@ -145,13 +194,14 @@ def main() -> None:
     dataset = load_data(run, job.data)
     per_epoch = steps_per_epoch(run, dataset)
     steps = min(job.steps or math.inf, run.epochs * per_epoch)
-    training = Training(run, dataset, job.options)
+    training = FRONT_ENDS[job.front_end](run, dataset, job.options)
     shard = data.batches(dataset, batch_size=run.batch_size, rank=RANK, size=RANKS, seed=run.seed)
-    seconds, losses = 0.0, []
+    seconds, wire, losses = 0.0, 0.0, []
     for number, (inputs, targets) in enumerate(itertools.islice(shard, int(steps)), 1):
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), wire_bytes(hosts=1)
         losses.append(training.step(learning_rate(run.lr, number - 1, int(steps)), inputs, targets))
         seconds += time.perf_counter() - begin
+        wire += wire_bytes(hosts=1) - before
         if number % per_epoch and number != steps:
             continue
         network = training.tested()
@@ -160,7 +210,7 @@ def main() -> None:
             means = [statistics.fmean(losses[i : i + WINDOW]) for i in range(0, len(losses), WINDOW)]
             sent = {name: method.traffic.bytes_wire for name, method in training.methods.items()}
             line = {
-                "score": dataset.measure.value(accuracy, loss), "loss": loss, "losses": means, "sent": sent,
+                "score": dataset.measure.value(accuracy, loss), "loss": loss, "losses": means, "sent": sent, "wire": wire,
                 "seconds": seconds, "steps": number,
             }  # fmt: skip
             with Path(path).open("a") as file:
