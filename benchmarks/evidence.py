@@ -59,15 +59,15 @@ def trained() -> Iterator[list[str]]:
         ]  # fmt: skip
 
 
-def sharded() -> Iterator[list[str]]:
-    """A row for each network and optimizer of the study of FSDP2."""
-    rows = stored_rows(RESULTS / "sharded.json")
+def of_real_ranks(file: str, front_end: str) -> Iterator[list[str]]:
+    """A row for each network and optimizer of a study of real ranks."""
+    rows = stored_rows(RESULTS / f"{file}.json")
     for network, optimizer in dict.fromkeys((row["network"], row["optimizer"]) for row in rows):
         own = [row for row in rows if (row["network"], row["optimizer"]) == (network, optimizer)]
         about = own[0]
         yield [
-            f"{network}, with FSDP2", "tinyshakespeare", OPTIMIZERS[optimizer], str(about["steps"]),
-            f"{about['ranks']} real ones", str(len({row["seed"] for row in own})), "`sharded`",
+            f"{network}, with {front_end}", "tinyshakespeare", OPTIMIZERS[optimizer], str(about["steps"]),
+            f"{about['ranks']} real ones", str(len({row["seed"] for row in own})), f"`{file}`",
         ]  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def blocks() -> Blocks:
     tables = {
         "training": markdown(
             ["network, parameters", "data", "optimizer", "steps", "ranks", "seeds", "`convergence_` files"],
-            [*trained(), *sharded()], left=7,
+            [*trained(), *of_real_ranks("sharded", "FSDP2"), *of_real_ranks("peers", "DDP")], left=7,
         ),
         "times": markdown(["what", "ranks", "where", "commit", "file"], timed(), left=5),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Train with DDP's hooks that people take, torch's own and an FP8 hook, and with gradzip, on ranks that exchange gradients.
+"""Train with DDP's hooks that people take, torch's own and an FP8 hook, and with gradzip, on real ranks.
 
 All variants train with the same data, steps, seeds and learning rates, and average one bucket. The loopback counts the
 bytes of a rank, headers of TCP included. torch's PowerSGD hook compresses from step 1000 on, by default. Runs that the
@@ -35,8 +35,9 @@ VARIANTS: Variants = {
     **{name: {"hook": name} for name in ("bf16 hook", "FP8 hook", "PowerSGD hook, defaults")},
     "`BlockFloat()`": {"method": "block-float"},
     "`BlockFloat(error_feedback=False)`": {"method": "block-float:error_feedback=false"},
+    '`BlockFloat(error_feedback="owner")`': {"method": "block-float:error_feedback=owner"},
     '`BlockFloat(bits=4, rounding="nearest")`': {"method": "block-float:bits=4,rounding=nearest"},
-    "PowerSGD hook": {"hook": "PowerSGD hook"},
+    "PowerSGD hook, rank 4 from step 2 on": {"hook": "PowerSGD hook"},
     "fp16 hook": {"hook": "fp16 hook"},
 }
 

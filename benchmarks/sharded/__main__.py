@@ -105,7 +105,7 @@ def tables(rows: Rows) -> Iterator[str]:
 
 
 def best_of(rows: Rows, variants: Iterable[str]) -> dict[str, tuple[float, float, Rows]]:
-    """Of variants that the rows have: the mean score over seeds at the learning rate where it is lowest, that rate, rows."""
+    """Of each variant: the mean score over seeds at the learning rate where it is lowest, that rate, and its rows."""
     best = {}
     for variant in variants:
         by_lr: dict[float, Rows] = {}
@@ -179,8 +179,8 @@ def study(
                 "ranks": args.ranks, **length, "steps": epochs[-1]["steps"],
                 "scores": [line["score"] for line in epochs],
                 "losses": [round(loss, 5) for line in epochs for loss in line["losses"]],
-                "sent": epochs[-1]["sent"], "wire": epochs[-1]["wire"] if has_own_net() else None, "seconds": round(epochs[-1]["seconds"], 1), **provenance(),
-                "command": command,
+                "sent": epochs[-1]["sent"], "wire": epochs[-1]["wire"] if has_own_net() else None,
+                "seconds": round(epochs[-1]["seconds"], 1), **provenance(), "command": command,
             }  # fmt: skip
             rows.append(row)
             write_json(args.json, {"rows": rows})

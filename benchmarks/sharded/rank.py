@@ -2,8 +2,7 @@
 
 Usage: `rank.py JOB FILE`, with the fields of a `Job` as JSON. After each epoch, rank 0 appends a line of JSON to the
 file: {"score", "loss": of a test; "losses": its own, means over 50 steps; "sent": bytes so far to other ranks, of
-methods by what they do; "wire": bytes of training so far that the loopback carried, of a rank, if it carries nothing else;
-"seconds", "steps": of training so far}.
+methods by what they do; "wire": those that the loopback carried in steps; "seconds", "steps": of training so far}.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ class Training:
         return float(loss)
 
     def tested(self) -> nn.Module:
-        return self.network
+        raise NotImplementedError
 
 
 class Replicated(Training):
@@ -158,6 +157,15 @@ class Replicated(Training):
             gradzip.ddp.register(model, options["method"])
         return model
 
+    def tested(self) -> nn.Module:
+        """The network. Raises RuntimeError if it is another one than that of rank 0."""
+        mine = nn.utils.parameters_to_vector(self.network.parameters()).detach()
+        first = mine.clone()
+        dist.broadcast(first, 0)
+        if not torch.equal(mine, first):
+            raise RuntimeError(f"rank {RANK} has other parameters than rank 0")
+        return self.network
+
 
 class Sharded(Training):
     """With FSDP2."""
@@ -170,11 +178,8 @@ class Sharded(Training):
         return model
 
     def made_optimizer(self) -> Any:
-        return (
-            WholeOptimizer(self.model, self.make, self.built())
-            if self.run.optimizer == "muon"
-            else super().made_optimizer()
-        )
+        whole = self.run.optimizer == "muon"
+        return WholeOptimizer(self.model, self.make, self.built()) if whole else self.make(self.model)
 
     def tested(self) -> nn.Module:
         """The network of the sharded parameters, which are not rounded."""
@@ -197,6 +202,7 @@ def main() -> None:
     training = FRONT_ENDS[job.front_end](run, dataset, job.options)
     shard = data.batches(dataset, batch_size=run.batch_size, rank=RANK, size=RANKS, seed=run.seed)
     seconds, wire, losses = 0.0, 0.0, []
+    dist.barrier()  # the first step counts no bytes of the set-up
     for number, (inputs, targets) in enumerate(itertools.islice(shard, int(steps)), 1):
         begin, before = time.perf_counter(), wire_bytes(hosts=1)
         losses.append(training.step(learning_rate(run.lr, number - 1, int(steps)), inputs, targets))
@@ -210,8 +216,8 @@ def main() -> None:
             means = [statistics.fmean(losses[i : i + WINDOW]) for i in range(0, len(losses), WINDOW)]
             sent = {name: method.traffic.bytes_wire for name, method in training.methods.items()}
             line = {
-                "score": dataset.measure.value(accuracy, loss), "loss": loss, "losses": means, "sent": sent, "wire": wire,
-                "seconds": seconds, "steps": number,
+                "score": dataset.measure.value(accuracy, loss), "loss": loss, "losses": means, "sent": sent,
+                "wire": wire, "seconds": seconds, "steps": number,
             }  # fmt: skip
             with Path(path).open("a") as file:
                 file.write(json.dumps(line) + "\n")

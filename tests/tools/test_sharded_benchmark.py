@@ -21,7 +21,7 @@ def command(monkeypatch, file, *arguments):
     def run_job(job):
         jobs.append(job)
         score = job.run["lr"] + (0.5 if "4/4" in job.run["method"] else 0.0) + job.run["seed"]
-        first = {"score": 9.0, "losses": [3.0], "sent": {}, "seconds": 1.0, "steps": 5}
+        first = {"score": 9.0, "losses": [3.0], "sent": {}, "wire": 0.0, "seconds": 1.0, "steps": 5}
         return [first, first | {"score": score, "sent": {"gather": 10e6, "reduce": 5e6}, "steps": 10}]
 
     monkeypatch.setattr(sys, "argv", ["sharded", "--json", str(file), *arguments])
