@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks, stored_rows
-from benchmarks.common.tables import markdown
+from benchmarks.common.tables import markdown, span
 
 PAGE = ROOT / "docs" / "evidence.md"
 START = "<!-- table of {}: python -m benchmarks.evidence --write -->\n\n"
@@ -24,12 +25,6 @@ LEFT_OUT = {"convergence_quick.json", "convergence_full.json"}  # minutes of tra
 
 def content(path: Path) -> Any:
     return json.loads(path.read_text())
-
-
-def span(values: Iterable[float]) -> str:
-    """The least and the largest number."""
-    least, most = min(found := list(values)), max(found)
-    return f"{least:g}" if least == most else f"{least:g} to {most:g}"
 
 
 def trained() -> Iterator[list[str]]:
@@ -64,10 +59,10 @@ def of_real_ranks(file: str, front_end: str) -> Iterator[list[str]]:
     rows = stored_rows(RESULTS / f"{file}.json")
     for network, optimizer in dict.fromkeys((row["network"], row["optimizer"]) for row in rows):
         own = [row for row in rows if (row["network"], row["optimizer"]) == (network, optimizer)]
-        about = own[0]
+        about, seeds = own[0], {(row["variant"], row["seed"]) for row in own}
         yield [
             f"{network}, with {front_end}", "tinyshakespeare", OPTIMIZERS[optimizer], str(about["steps"]),
-            f"{about['ranks']} real ones", str(len({row["seed"] for row in own})), f"`{file}`",
+            f"{about['ranks']} real ones", span(Counter(variant for variant, _ in seeds).values()), f"`{file}`",
         ]  # fmt: skip
 
 

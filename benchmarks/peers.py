@@ -14,7 +14,7 @@ from functools import partial
 from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, ROOT, Blocks, stored_rows
 from benchmarks.common.studies import Rows, block, run_study
-from benchmarks.common.tables import markdown
+from benchmarks.common.tables import markdown, span
 from benchmarks.sharded.__main__ import Variants, add_arguments, best_of, study
 
 EXAMPLES = """\
@@ -54,7 +54,7 @@ def tables(rows: Rows) -> Iterator[str]:
         }
         yield (
             f"{network}, {about['optimizer']}, {about['steps']} steps, rate {about['lr']:g}, {about['ranks']} ranks, "
-            f"{len({row['seed'] for row in of_network})} seeds (`{FILE.name}`):"
+            f"{span(len(of_lr) for _, _, of_lr in best.values())} seeds (`{FILE.name}`):"
         )
         yield ""
         cells = []

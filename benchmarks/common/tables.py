@@ -21,3 +21,9 @@ def goal(value: float, limit: float | None, most: bool = False) -> str:
     if limit is None:
         return ""
     return f"{'ok' if (value <= limit if most else value >= limit) else 'MISSED'} ({'<=' if most else '>='} {limit})"
+
+
+def span(values: Iterable[float]) -> str:
+    """The least and the largest number."""
+    least, most = min(found := list(values)), max(found)
+    return f"{least:g}" if least == most else f"{least:g} to {most:g}"
