@@ -1,8 +1,9 @@
 // The passes of low-rank compression (Power-SGD, ACP-SGD) over an n x c gradient. Sum and product are fused, and so are
-// product and difference, so each pass reads and writes memory once. All products are made of one tile, whose sums stay
-// in registers. Each element has one order of summation, fixed by the sizes alone: fused multiply-adds, one after the
-// other, in parts whose sums are added in order.
+// product and difference, so each pass reads and writes memory once. Products are made of one tile, whose sums stay in
+// registers; those of the gradient and a single column have kernels of their own. Each element has one order of
+// summation, fixed by the sizes alone: fused multiply-adds, one after the other, in parts whose sums are added in order.
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "cpu/ops.h"
@@ -16,6 +17,8 @@ constexpr int64_t kBlock = 256;  // columns of the gradient: what is read of a f
 constexpr int64_t kDepth = 64;  // rows of a transposed product that are staged
 constexpr int64_t kStage = kBlock + 16;  // of these: with a power of two all would be in one cache set
 constexpr int64_t kGroup = 6;  // rows of whole tiles: with more, rows of 2^k columns would share too few cache lines
+constexpr int64_t kRows = 8;  // rows together of a product with one column
+constexpr int64_t kStrip = 2048;  // columns of a transposed one, at most, whose sums stay in the L1 cache
 constexpr int64_t kSplits = 16;  // target number of tasks of a transposed product
 constexpr int64_t kPanel = 32;  // columns of a tile of an expansion
 constexpr int64_t kFactor = 1 << 15;  // floats of a factor that an expansion keeps in the cache
@@ -129,6 +132,8 @@ struct Operand {
     for (int64_t j = begin; j < end; ++j) sum[j] += from[j];
     return sum + begin;
   }
+  // What `read` has returned.
+  GZ_INLINE const float* row(int64_t i) const { return (e ? e : m) + i * columns; }
   // Columns [begin, end) of a row, to read soon.
   GZ_INLINE void prefetch(int64_t row, int64_t begin, int64_t end) const {
     for (int64_t at = row * columns + begin, last = row * columns + end; at < last; at += 16) {
@@ -175,6 +180,115 @@ GZ_SIMD_DISPATCH_BYTES(void, project_columns,
                         int64_t width, float* sums),
                        (x, first, last, begin, end, q, width, sums))
 
+// --- the same for a factor of one column, without padding, which would take all lanes but one: each is a sum
+
+// Columns [j, j + 4) of as many rows as a vector has lanes.
+template <int kBytes>
+GZ_INLINE void load_columns(const float* const* row, int64_t j, Vector<float, kBytes> (&column)[4]) {
+  static_assert(kBytes <= 32);
+  if constexpr (kBytes == 32) {
+    using Floats = Vector<float, 32>;
+    using Pairs = Vector<double, 32>;
+    Floats rows[4];  // i and i + 4
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+      rows[i] =
+          __builtin_ia32_vinsertf128_ps256(__builtin_ia32_ps256_ps(load<16>(row[i] + j)), load<16>(row[i + 4] + j), 1);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const auto even =
+          half ? __builtin_ia32_unpckhps256(rows[0], rows[1]) : __builtin_ia32_unpcklps256(rows[0], rows[1]);
+      const auto odd =
+          half ? __builtin_ia32_unpckhps256(rows[2], rows[3]) : __builtin_ia32_unpcklps256(rows[2], rows[3]);
+      column[2 * half] = Floats(__builtin_ia32_unpcklpd256(Pairs(even), Pairs(odd)));
+      column[2 * half + 1] = Floats(__builtin_ia32_unpckhpd256(Pairs(even), Pairs(odd)));
+    }
+  } else {
+    for (int k = 0; k < 4; ++k)
+      column[k] = Vector<float, kBytes>{row[0][j + k], row[1][j + k], row[2][j + k], row[3][j + k]};
+  }
+}
+
+// sums = x q for rows [first, last). What bounds it is the latency of a sum in the L3 cache (4 cycles for a column of
+// kRows rows), and beyond it the reading. AVX-512 has no more lanes: the L1 cache does not hold a line of each of more
+// rows of 2^k columns.
+template <int kBytes>
+GZ_INLINE void project_rows_to_vector_body(const Operand& x, int64_t first, int64_t last, const float* q, float* sums) {
+  constexpr int kWide = kBytes < 64 ? kBytes : 32;
+  constexpr int64_t kLanes = VectorOf<float, kWide>::lanes;
+  using Floats = Vector<float, kWide>;
+  for (int64_t i = first; i < last; i += kLanes) {
+    const int64_t rows = i + kLanes < last ? kLanes : last - i;
+    const float* row[kLanes];  // past the last, the first again
+    for (int r = 0; r < kLanes; ++r) row[r] = x.row(r < rows ? i + r : i);
+    float column[kLanes];
+    Floats total{};
+    for (int64_t begin = 0; begin < x.columns; begin += kBlock) {
+      const int64_t end = begin + kBlock < x.columns ? begin + kBlock : x.columns;
+      for (int64_t r = 0; r < rows; ++r) x.read(i + r, begin, end);
+      Floats acc{};
+      int64_t j = begin;
+      for (; j + 4 <= end; j += 4) {
+        if (x.e && j % 16 == 0)  // the next block, as `read` would wait for it
+          for (int64_t r = 0; r < rows; ++r) x.prefetch(i + r, j + kBlock, j + kBlock + 1);
+        Floats columns[4];
+        load_columns<kWide>(row, j, columns);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) acc = fused<kWide>(columns[k], all_lanes<kWide>(q + j + k), acc);
+      }
+      for (; j < end; ++j) {
+        for (int r = 0; r < kLanes; ++r) column[r] = row[r][j];
+        acc = fused<kWide>(load<kWide>(column), all_lanes<kWide>(q + j), acc);
+      }
+      total += acc;
+    }
+    store<kWide>(column, total);
+    std::memcpy(sums + (i - first), column, size_t(rows) * sizeof(float));
+  }
+}
+GZ_SIMD_DISPATCH_BYTES(void, project_rows_to_vector,
+                       (const Operand& x, int64_t first, int64_t last, const float* q, float* sums),
+                       (x, first, last, q, sums))
+
+// acc += x^T q for columns [begin, end) of R rows.
+template <int kBytes, int R>
+GZ_INLINE void add_scaled_rows(const Operand& x, int64_t row, int64_t begin, int64_t end, const float* q, float* acc) {
+  constexpr int64_t kLanes = VectorOf<float, kBytes>::lanes;
+  for (int r = 0; r < R; ++r) x.read(row + r, begin, end);
+  const float* from = x.row(row) + begin;
+  Vector<float, kBytes> factor[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) factor[r] = all_lanes<kBytes>(q + row + r);
+  int64_t j = 0;
+  for (; j + kLanes <= end - begin; j += kLanes) {
+    auto sum = load<kBytes>(acc + j);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) sum = fused<kBytes>(load<kBytes>(from + r * x.columns + j), factor[r], sum);
+    store<kBytes>(acc + j, sum);
+  }
+  for (; j < end - begin; ++j)
+    for (int r = 0; r < R; ++r) acc[j] = std::fma(from[r * x.columns + j], q[row + r], acc[j]);
+}
+
+// sums += x^T q for at most kStrip columns [begin, end) over rows [first, last).
+template <int kBytes>
+GZ_INLINE void project_columns_to_vector_body(const Operand& x, int64_t first, int64_t last, int64_t begin, int64_t end,
+                                              const float* q, float* sums) {
+  float acc[kStrip];
+  for (int64_t i = first; i < last; i += kDepth) {
+    const int64_t stop = i + kDepth < last ? i + kDepth : last;
+    for (int64_t j = 0; j < end - begin; ++j) acc[j] = 0.0f;
+    int64_t row = i;
+    for (; row + kRows <= stop; row += kRows) add_scaled_rows<kBytes, kRows>(x, row, begin, end, q, acc);
+    for (; row < stop; ++row) add_scaled_rows<kBytes, 1>(x, row, begin, end, q, acc);
+    for (int64_t j = 0; j < end - begin; ++j) sums[j] += acc[j];
+  }
+}
+GZ_SIMD_DISPATCH_BYTES(void, project_columns_to_vector,
+                       (const Operand& x, int64_t first, int64_t last, int64_t begin, int64_t end, const float* q,
+                        float* sums),
+                       (x, first, last, begin, end, q, sums))
+
 // A factor (length, rank) with rows padded to whole registers: itself, or a copy in `copy`.
 const float* padded(const float* q, int64_t length, int64_t rank, int64_t width, std::vector<float>& copy) {
   if (width == rank) return q;
@@ -185,35 +299,45 @@ const float* padded(const float* q, int64_t length, int64_t rank, int64_t width,
 
 void project(const Projection& p, int threads) {
   const Operand x{p.m, p.e, p.columns};
-  const int64_t rank = p.rank, lanes = simd() == Simd::avx512 ? 16 : 8, width = ceil_div(rank, lanes) * lanes;
+  const bool vector = p.rank == 1;
+  const int64_t rank = p.rank, lanes = simd() == Simd::avx512 ? 16 : 8;
+  const int64_t width = vector ? 1 : ceil_div(rank, lanes) * lanes;
   std::vector<float> copy;
   const float* q = padded(p.factor, p.transpose ? p.rows : p.columns, rank, width, copy);
   const auto write = [&](const float* sums, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i, sums += width) std::copy_n(sums, rank, p.out + i * rank);
   };
   if (!p.transpose) {
-    const int64_t rows = std::max<int64_t>(1, 4 * kChunk / std::max<int64_t>(p.columns, 1) / kGroup) * kGroup;
+    const int64_t group = vector ? kRows : kGroup;
+    const int64_t rows = std::max<int64_t>(1, 4 * kChunk / std::max<int64_t>(p.columns, 1) / group) * group;
     return parallel_chunks(p.rows, rows, threads, [&](int64_t, int64_t first, int64_t last) {
+      if (vector) return project_rows_to_vector(x, first, last, q, p.out + first);
       std::vector<float> sums(size_t((last - first) * width));
       project_rows(x, first, last, q, width, sums.data());
       write(sums.data(), first, last);
     });
   }
-  // Tasks are blocks of columns and, if those are few, parts of the rows, whose sums are added in order.
-  const int64_t blocks = ceil_div(p.columns, kBlock), size = kBlock * width;
+  // Tasks are strips of columns and, if blocks of columns are few, parts of the rows, whose sums are added in order.
+  const int64_t blocks = ceil_div(p.columns, kBlock), size = p.columns * width;
   if (blocks == 0) return;
   const int64_t parts = std::clamp<int64_t>(kSplits / blocks, 1, std::max<int64_t>(1, p.rows / kDepth));
-  std::vector<float> sums(size_t(blocks * parts * size));
-  parallel_for(blocks * parts, threads, [&](int64_t task) {
-    const int64_t part = task % parts, begin = task / parts * kBlock;
-    project_columns(x, p.rows * part / parts, p.rows * (part + 1) / parts, begin, std::min(begin + kBlock, p.columns),
-                    q, width, &sums[size_t(task * size)]);
+  const int64_t share = vector ? std::clamp<int64_t>(blocks * parts / (2 * threads), 1, kStrip / kBlock) : 1;
+  const int64_t strip = share * kBlock;
+  std::vector<float> sums(size_t(parts * size));
+  parallel_for(ceil_div(p.columns, strip) * parts, threads, [&](int64_t task) {
+    const int64_t part = task % parts, begin = task / parts * strip, end = std::min(begin + strip, p.columns);
+    const int64_t first = p.rows * part / parts, last = p.rows * (part + 1) / parts;
+    float* to = &sums[size_t(part * size + begin * width)];
+    if (vector)
+      project_columns_to_vector(x, first, last, begin, end, q, to);
+    else
+      project_columns(x, first, last, begin, end, q, width, to);
   });
   parallel_for(blocks, threads, [&](int64_t block) {
-    float* total = &sums[size_t(block * parts * size)];
+    const int64_t begin = block * kBlock, end = std::min(begin + kBlock, p.columns);
     for (int64_t part = 1; part < parts; ++part)
-      for (int64_t i = 0; i < size; ++i) total[i] += total[part * size + i];
-    write(total, block * kBlock, std::min((block + 1) * kBlock, p.columns));
+      for (int64_t i = begin * width; i < end * width; ++i) sums[size_t(i)] += sums[size_t(part * size + i)];
+    write(&sums[size_t(begin * width)], begin, end);
   });
 }
 
@@ -258,12 +382,13 @@ struct Expansion {
 // to = acc, or from - acc unless `from` is null.
 template <int kBytes, bool kStream, int I, int V>
 GZ_INLINE void put(float* to, const float* from, int64_t columns, const Vector<float, kBytes> (&acc)[I][V]) {
+  constexpr int64_t kLanes = VectorOf<float, kBytes>::lanes;
 #pragma GCC unroll 8
   for (int i = 0; i < I; ++i)
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      const int64_t at = i * columns + v * VectorOf<float, kBytes>::lanes;
-      if (from) __builtin_prefetch(from + at + kAhead);
+      const int64_t at = i * columns + v * kLanes;
+      if (from && v * kLanes % 16 == 0) __builtin_prefetch(from + at + kAhead);
       const auto value = from ? load<kBytes>(from + at) - acc[i][v] : acc[i][v];
       if (kStream)
         stream_store<kBytes>(to + at, value);
@@ -272,13 +397,13 @@ GZ_INLINE void put(float* to, const float* from, int64_t columns, const Vector<f
     }
 }
 
-// I rows of kPanel columns.
-template <int kBytes, int I>
+// I rows of kPanel columns. kRank: the rank, or 0 if it is known only at run time.
+template <int kBytes, int I, int kRank>
 GZ_INLINE void expand_tile(const Expansion& x, int64_t row, int64_t j) {
   constexpr int V = int(kPanel / VectorOf<float, kBytes>::lanes);
-  const int64_t left = row * x.rank, right = j * x.rank, at = row * x.columns + j;
+  const int64_t rank = kRank ? kRank : x.rank, left = row * rank, right = j * rank, at = row * x.columns + j;
   Vector<float, kBytes> acc[I][V];
-  multiply<kBytes, false>(x.first.p + left, x.rank, x.rank, x.first.panels + right, kPanel, acc);
+  multiply<kBytes, false>(x.first.p + left, rank, rank, x.first.panels + right, kPanel, acc);
   if (x.from && x.stream)
     put<kBytes, true>(x.out + at, x.from + at, x.columns, acc);
   else if (x.from)
@@ -288,7 +413,7 @@ GZ_INLINE void expand_tile(const Expansion& x, int64_t row, int64_t j) {
   else
     put<kBytes, false>(x.out + at, nullptr, x.columns, acc);
   if (!x.m) return;
-  if (x.twice()) multiply<kBytes, false>(x.second.p + left, x.rank, x.rank, x.second.panels + right, kPanel, acc);
+  if (x.twice()) multiply<kBytes, false>(x.second.p + left, rank, rank, x.second.panels + right, kPanel, acc);
   put<kBytes, false>(x.m + at, nullptr, x.columns, acc);
 }
 
@@ -301,29 +426,49 @@ GZ_INLINE void expand_rest(const Expansion& x, int64_t row, int64_t j) {
   for (int64_t i = 0; x.from && i < I; ++i) std::memcpy(from + i * kPanel, x.from + at + i * x.columns, nbytes);
   Expansion whole{kPanel, x.rank, {x.first.p + left, x.first.panels + right}, x.from ? from : nullptr, out};
   if (x.m) whole.second = {x.second.p + left, x.second.panels + right}, whole.m = m;
-  expand_tile<kBytes, I>(whole, 0, 0);
+  expand_tile<kBytes, I, 0>(whole, 0, 0);
   for (int64_t i = 0; i < I; ++i) {
     std::memcpy(x.out + at + i * x.columns, out + i * kPanel, nbytes);
     if (x.m) std::memcpy(x.m + at + i * x.columns, m + i * kPanel, nbytes);
   }
 }
 
-template <int kBytes, int I>
+template <int kBytes, int I, int kRank>
 GZ_INLINE void expand_row_group(const Expansion& x, int64_t row, int64_t begin, int64_t end) {
   int64_t j = begin;
-  for (; j + kPanel <= end; j += kPanel) expand_tile<kBytes, I>(x, row, j);
+  for (; j + kPanel <= end; j += kPanel) expand_tile<kBytes, I, kRank>(x, row, j);
   if (j < end) expand_rest<kBytes, I>(x, row, j);
 }
 
-template <int kBytes>
-GZ_INLINE void expand_rows_body(const Expansion& x, int64_t first, int64_t last) {
-  constexpr int I = tile_rows<kBytes, int(kPanel / VectorOf<float, kBytes>::lanes)>();
+template <int kBytes, int I, int kRank>
+GZ_INLINE void expand_row_groups(const Expansion& x, int64_t first, int64_t last) {
   const int64_t cached = (kFactor / kPanel / (x.rank + 1) + 1) * kPanel;
   for (int64_t begin = 0; begin < x.columns; begin += cached) {
     const int64_t end = begin + cached < x.columns ? begin + cached : x.columns;
     int64_t i = first;
-    for (; i + I <= last; i += I) expand_row_group<kBytes, I>(x, i, begin, end);
-    for (; i < last; ++i) expand_row_group<kBytes, 1>(x, i, begin, end);
+    for (; i + I <= last; i += I) expand_row_group<kBytes, I, kRank>(x, i, begin, end);
+    for (; i < last; ++i) expand_row_group<kBytes, 1, kRank>(x, i, begin, end);
+  }
+}
+
+template <int kBytes>
+GZ_INLINE void expand_rows_body(const Expansion& shared, int64_t first, int64_t last) {
+  const Expansion x = shared;  // a copy, which no store can change
+  switch (x.rank) {  // up to 4, memory takes the time: rows are written one by one, as a stream
+    case 1:
+      expand_row_groups<kBytes, 1, 1>(x, first, last);
+      break;
+    case 2:
+      expand_row_groups<kBytes, 1, 2>(x, first, last);
+      break;
+    case 3:
+      expand_row_groups<kBytes, 1, 3>(x, first, last);
+      break;
+    case 4:
+      expand_row_groups<kBytes, 1, 4>(x, first, last);
+      break;
+    default:
+      expand_row_groups<kBytes, tile_rows<kBytes, int(kPanel / VectorOf<float, kBytes>::lanes)>(), 0>(x, first, last);
   }
   if (x.stream) _mm_sfence();
 }

@@ -14,7 +14,7 @@
 #define GZ_INLINE inline __attribute__((always_inline))
 #define GZ_AVX2 __attribute__((target("avx2,fma,bmi,bmi2,lzcnt,popcnt")))
 #define GZ_AVX512 \
-  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,bmi,bmi2,lzcnt,popcnt,prefer-vector-width=512")))
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,bmi,bmi2,lzcnt,popcnt,prefer-vector-width=512")))
 
 namespace gradzip::cpu {
 

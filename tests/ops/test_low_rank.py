@@ -74,6 +74,19 @@ def test_expand_is_fused_multiply_adds_in_order(simd):
     assert not torch.equal(sum(p[:, k, None] * q[:, k] for k in range(r)).view(-1), torch.tensor(wanted))
 
 
+@pytest.mark.parametrize("n, c", SHAPES)
+def test_small_ranks_have_the_bits_of_larger_ones(simd, threads, n, c):
+    """Kernels for few columns of factors sum in the order of the one for any number."""
+    m, p, q = torch.randn(n, c), torch.randn(n, 5), torch.randn(c, 5)
+    project = functools.partial(ops.low_rank_project, m, None)
+    for r in (1, 2, 3, 4):
+        for factor, transpose in ((q, False), (p, True)):
+            few = project(factor[:, :r].contiguous(), transpose=transpose)
+            assert torch.equal(few, project(factor, transpose=transpose)[:, :r])
+        few = ops.low_rank_expand(p[:, :r].contiguous(), q[:, :r].contiguous())
+        assert torch.equal(few, ops.low_rank_expand(p * (torch.arange(5) < r), q))
+
+
 @pytest.mark.parametrize("r", RANKS)
 @pytest.mark.parametrize("n, c", SHAPES)
 def test_apply_average(simd, threads, n, c, r):
