@@ -180,9 +180,11 @@ def saved_by_half(compressor, apart):
     """Bytes of memory that a step reads and writes less for each element, if gradients have 16 bits.
 
     4 where it is decided whether averages are finite, 2 where they are written, 2 where gradients are read; 8 where
-    they are copied to one piece of memory, and back. Lists are copied to float32, which takes 6 more, but then that is
-    the residual, if one is kept.
+    they are copied to one piece of memory, and back. Lists whose method reads float32 alone are copied, which takes 6
+    more, unless a residual is added.
     """
+    if isinstance(compressor, gradzip.TernGrad):
+        return 8 + 2 + 2 * (compressor.clip is not None)  # it looks for the largest magnitude first, and for the norm
     if not compressor.vectors:
         return 8 if compressor.keeps_residual else 0
     if compressor.keeps_residual:
