@@ -38,7 +38,7 @@ START = "<!-- table: python -m benchmarks.gradiveq_bases --write -->\n\n"
 BATCH_SIZES, STEPS = (64, 512), 120
 FIRST_STEPS, FIRST_BATCH_SIZE, WARM_UP = 200, 64, 20
 RATIOS = (4, 8)  # K / d
-SLICES = ("first", "all")
+SLICES = {"first": "the first slice", "all": "all slices"}  # whose samples a basis is made of
 
 
 def series(dataset: data.Images, batch_size: int, steps: int) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ def lost(gradients: Tensor) -> dict[str, Any]:
     return {
         "channels": gradients.shape[1], "slices": slices.shape[1],
         "lost": {
-            name: {f"{ratio}": round(loss_of(later, means, components[: size // ratio]), 4) for ratio in RATIOS}
+            name: {str(ratio): round(loss_of(later, means, components[: size // ratio]), 4) for ratio in RATIOS}
             for name, of in samples.items() for components in (spectrum(of)[1],)
         },
     }  # fmt: skip
@@ -81,10 +81,10 @@ def tables(rows: Rows) -> Iterator[str]:
     yield ""
     cells = [
         [
-            str(row["batch_size"]), "the first slice" if name == "first" else "all slices", str(ratio),
+            str(row["batch_size"]), shown, str(ratio),
             *(f"{layer['lost'][name][str(ratio)]:.2f}" for layer in row["layers"]),
         ]
-        for row in rows for ratio in RATIOS for name in SLICES
+        for row in rows for ratio in RATIOS for name, shown in SLICES.items()
     ]  # fmt: skip
     yield from markdown(header, cells)
 
