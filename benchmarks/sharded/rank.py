@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,8 +107,8 @@ def shard(network: nn.Module, reduce_dtype: torch.dtype | None = None) -> None:
     fully_shard(network, mesh=mesh, mp_policy=policy)
 
 
-class Training:
-    """This rank's model and optimizer, and the methods by what they do. `tested()` is a whole network."""
+class Training(ABC):
+    """This rank's model and optimizer, and the methods by what they do."""
 
     def __init__(self, run: Run, dataset: data.Images | data.Text, options: dict[str, Any]) -> None:
         self.run, self.dimensions = run, dataset.dimensions
@@ -122,9 +123,9 @@ class Training:
         network: nn.Module = MODELS[self.run.network].build(*self.dimensions)
         return network
 
+    @abstractmethod
     def connected(self, options: dict[str, Any]) -> nn.Module:
         """A model whose backward pass averages gradients."""
-        raise NotImplementedError
 
     def made_optimizer(self) -> Any:
         return self.make(self.model)
@@ -142,8 +143,9 @@ class Training:
         self.optimizer.step()
         return float(loss)
 
+    @abstractmethod
     def tested(self) -> nn.Module:
-        raise NotImplementedError
+        """A whole network."""
 
 
 class Replicated(Training):
@@ -202,14 +204,17 @@ def main() -> None:
     training = FRONT_ENDS[job.front_end](run, dataset, job.options)
     shard = data.batches(dataset, batch_size=run.batch_size, rank=RANK, size=RANKS, seed=run.seed)
     seconds, wire, losses = 0.0, 0.0, []
-    dist.barrier()  # the first step counts no bytes of the set-up
+    dist.barrier()  # all that the set-up sends is sent
+    before = wire_bytes(hosts=1)
+    dist.barrier()  # no rank takes a step before the bytes are read
     for number, (inputs, targets) in enumerate(itertools.islice(shard, int(steps)), 1):
-        begin, before = time.perf_counter(), wire_bytes(hosts=1)
+        begin = time.perf_counter()
         losses.append(training.step(learning_rate(run.lr, number - 1, int(steps)), inputs, targets))
         seconds += time.perf_counter() - begin
-        wire += wire_bytes(hosts=1) - before
         if number % per_epoch and number != steps:
             continue
+        dist.barrier()  # all that the steps send is sent
+        wire += wire_bytes(hosts=1) - before
         network = training.tested()
         if RANK == 0:
             accuracy, loss = evaluate(network, dataset, Alone)
@@ -222,6 +227,7 @@ def main() -> None:
             with Path(path).open("a") as file:
                 file.write(json.dumps(line) + "\n")
         losses = []
+        before = wire_bytes(hosts=1)
         dist.barrier()  # no rank trains while one tests
     dist.destroy_process_group()
 

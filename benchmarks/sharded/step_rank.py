@@ -101,8 +101,8 @@ def timed(job: Job, trained: dict[str, Training], batches: Iterator[Batch]) -> d
     for turn in range(-job.warmup, job.steps):
         batch, first = next(batches), turn % len(names)
         for name in names[first:] + names[:first]:
-            dist.barrier()
             before = wire_bytes(hosts=1)
+            dist.barrier()  # no rank takes a step before the bytes are read
             elapsed = trained[name].step(batch)
             dist.barrier()
             if turn >= 0:
