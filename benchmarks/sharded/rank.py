@@ -192,12 +192,9 @@ class Sharded(Training):
 FRONT_ENDS: dict[str, type[Training]] = {"ddp": Replicated, "fsdp": Sharded}
 
 
-def main() -> None:
-    text, path = sys.argv[1:]
-    job = Job(**json.loads(text))
+def train(job: Job, path: Path) -> None:
+    """Train, and append what rank 0 finds out to a file."""
     run = Run(**job.run)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     dataset = load_data(run, job.data)
     per_epoch = steps_per_epoch(run, dataset)
     steps = min(job.steps or math.inf, run.epochs * per_epoch)
@@ -224,11 +221,20 @@ def main() -> None:
                 "score": dataset.measure.value(accuracy, loss), "loss": loss, "losses": means, "sent": sent,
                 "wire": wire, "seconds": seconds, "steps": number,
             }  # fmt: skip
-            with Path(path).open("a") as file:
+            with path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         losses = []
         before = wire_bytes(hosts=1)
         dist.barrier()  # no rank trains while one tests
+
+
+def main() -> None:
+    text, path = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    # Returns without DDP's model. If that outlived the group, it would free the group while it holds Python's lock, and
+    # wait for a thread of gloo that may want the lock to free a tensor.
+    train(Job(**json.loads(text)), Path(path))
     dist.destroy_process_group()
 
 
