@@ -15,7 +15,7 @@ from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, ROOT, Blocks, stored_rows
 from benchmarks.common.studies import Rows, block, run_study
 from benchmarks.common.tables import markdown, span
-from benchmarks.sharded.__main__ import Variants, add_arguments, best_of, study
+from benchmarks.sharded.study import BASELINE, Variants, add_arguments, best_of, study
 
 EXAMPLES = """\
 examples:
@@ -28,7 +28,6 @@ PAGE = ROOT / "docs" / "accuracy.md"
 START = "<!-- table: python -m benchmarks.peers --write -->\n\n"
 LRS = {"adamw": [0.008]}  # the best one of the text study, for the small network
 EPOCHS = 5  # 1225 steps
-BASELINE = "float32"
 
 VARIANTS: Variants = {
     BASELINE: {},

@@ -6,23 +6,18 @@ learning rates, of which its best counts. Runs that the file has are not repeate
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import data
-from benchmarks.common import jobs
-from benchmarks.common.arguments import Parser, at_least, data_path
-from benchmarks.common.jobs import has_own_net
-from benchmarks.common.progress import Progress
-from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, provenance, stored_rows, write_json
+from benchmarks.common.arguments import Parser
+from benchmarks.common.results import RESULTS, ROOT, Blocks, stored_rows
 from benchmarks.common.studies import Rows, block, run_study
 from benchmarks.common.tables import markdown
-from benchmarks.convergence.recipes import MUON_LRS, SIZES, Run
-from benchmarks.sharded.rank import Job
+from benchmarks.convergence.recipes import MUON_LRS
+from benchmarks.sharded.study import BASELINE, RECIPE, Variants, add_arguments, best_of, study
 from benchmarks.training.averagers import BLOCKS
 from models import MODELS
 
@@ -37,11 +32,7 @@ Variants are named by the bits of gathers and reductions.
 FILE = RESULTS / "sharded.json"
 PAGE = ROOT / "docs" / "accuracy.md"
 START = "<!-- table: python -m benchmarks.sharded --write -->\n\n"
-RECIPE = SIZES["full"]["text"]
 LRS = {"adamw": RECIPE.lrs, "muon": MUON_LRS}
-BASELINE = "float32"
-Variants = Mapping[str, dict[str, Any]]  # by name: options of a `Job`
-KEYS = ("network", "optimizer", "variant", "lr", "seed")  # of a run
 
 
 def _bits(gather: int, reduce: int, **options: Any) -> dict[str, Any]:
@@ -58,13 +49,6 @@ VARIANTS: Variants = {
     },
     "4/4 delta, error feedback": _bits(4, 4, reference="delta", error_feedback=True),
 }
-
-
-def run_job(job: Job, timeout: float = 1800) -> list[dict[str, Any]]:
-    """Train. Returns what rank 0 writes: a line for each epoch. Raises JobError."""
-    ranks = job.run["workers"]
-    command = [*jobs.launcher(job.front_end, ranks), "benchmarks.sharded.rank", json.dumps(asdict(job))]
-    return list(jobs.run([*jobs.network("none", ranks), *command], threads=1, timeout=timeout))
 
 
 def tables(rows: Rows) -> Iterator[str]:
@@ -104,87 +88,15 @@ def tables(rows: Rows) -> Iterator[str]:
         yield ""
 
 
-def best_of(rows: Rows, variants: Iterable[str]) -> dict[str, tuple[float, float, Rows]]:
-    """Of each variant: the mean score over seeds at the learning rate where it is lowest, that rate, and its rows."""
-    best = {}
-    for variant in variants:
-        by_lr: dict[float, Rows] = {}
-        for row in rows:
-            if row["variant"] == variant:
-                by_lr.setdefault(row["lr"], []).append(row)
-        scored = [(statistics.fmean(row["scores"][-1] for row in of_lr), lr, of_lr) for lr, of_lr in by_lr.items()]
-        if scored:
-            best[variant] = min(scored, key=lambda found: found[:2])
-    return best
-
-
 def blocks() -> Blocks:
     """The block of docs/accuracy.md."""
     return {(PAGE, START): block(tables(stored_rows(FILE)))}
-
-
-def add_arguments(parser: Parser, variants: Variants, lrs: Mapping[str, Sequence[float]], epochs: int) -> None:
-    """Those of `study`."""
-    parser.add_argument("--variant", action="append", choices=variants, help="default: all; repeat for several")
-    parser.add_argument("--optimizer", action="append", choices=lrs, help="default: all; repeat for several")
-    shown = "; ".join(f"{optimizer}: {', '.join(f'{lr:g}' for lr in of)}" for optimizer, of in lrs.items())
-    parser.add_argument(
-        "--lr", action="append", type=float, metavar="LR", help=f"repeat for several (default: {shown})"
-    )
-    parser.add_argument("--seed", action="append", type=at_least(0), metavar="N", help="default: 0 and 1")
-    parser.add_argument("--network", choices=("charlm", "charlm-small"), default="charlm", help="default: charlm")
-    parser.add_argument("--epochs", type=at_least(1), default=epochs, metavar="N", help="default: %(default)s")
-    parser.add_argument("--steps", type=at_least(1), metavar="N", help="cut runs short, to try this out")
-    parser.add_argument("--ranks", type=at_least(2), default=RECIPE.workers, metavar="N", help="default: %(default)s")
-    parser.add_argument("--data", metavar="FILE", help="a text (default: sources of torch.nn)")
 
 
 def main() -> None:
     parser = Parser("sharded", __doc__, EXAMPLES)
     add_arguments(parser, VARIANTS, LRS, RECIPE.epochs)
     run_study(parser, FILE, partial(study, "fsdp", VARIANTS, LRS), tables, blocks)
-
-
-def study(
-    front_end: str, variants: Variants, lrs: Mapping[str, Sequence[float]], args: Any, rows: Rows, command: str
-) -> None:
-    """Do the runs that the file does not have yet. Each variant once, then other seeds, then other learning rates.
-
-    lrs: by optimizer, by default.
-    """
-    length = {"epochs": args.epochs, "cut": args.steps}
-    if others := [row for row in rows if any(row[key] != value for key, value in length.items())]:
-        got = f"got a run of {others[0]['epochs']} epochs, {others[0]['steps']} steps"
-        raise ResultsError(f"{args.json}: {got}, expected runs of one length; name another file")
-    path = data_path(MODELS[args.network].data, [args.data] if args.data else [])
-    wanted = [
-        (optimizer, variant, lr, seed)
-        for place in range(max(map(len, lrs.values())))
-        for seed in args.seed or RECIPE.seeds
-        for optimizer in args.optimizer or lrs
-        for lr in (args.lr or lrs[optimizer])[place : place + 1]
-        for variant in args.variant or variants
-    ]
-    done = {tuple(row[key] for key in KEYS) for row in rows}
-    left = [one for one in wanted if (args.network, *one) not in done]
-    with Progress(len(left)) as progress:
-        for optimizer, variant, lr, seed in left:
-            progress.now(f"{optimizer}, {variant}, lr {lr:g}, seed {seed}")
-            run = Run(
-                "text", variant, lr, seed, args.network, args.epochs, args.ranks, RECIPE.batch_size, 1.0, optimizer, ()
-            )
-            epochs = run_job(Job(asdict(run), front_end, variants[variant], path, args.steps))
-            row = {
-                "network": args.network, "optimizer": optimizer, "variant": variant, "lr": lr, "seed": seed,
-                "ranks": args.ranks, **length, "steps": epochs[-1]["steps"],
-                "scores": [line["score"] for line in epochs],
-                "losses": [round(loss, 5) for line in epochs for loss in line["losses"]],
-                "sent": epochs[-1]["sent"], "wire": epochs[-1]["wire"] if has_own_net() else None,
-                "seconds": round(epochs[-1]["seconds"], 1), **provenance(), "command": command,
-            }  # fmt: skip
-            rows.append(row)
-            write_json(args.json, {"rows": rows})
-            progress.note(f"{optimizer}, {variant}, lr {lr:g}, seed {seed}: {row['scores'][-1]:.4f}")
 
 
 if __name__ == "__main__":

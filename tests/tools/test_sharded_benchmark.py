@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.common.jobs import has_own_net
 from benchmarks.sharded import __main__ as sharded
-from benchmarks.sharded import steps
+from benchmarks.sharded import steps, study
 from gradzip.advice.cost import Link
 from launch import python
 
@@ -25,7 +25,7 @@ def command(monkeypatch, file, *arguments):
         return [first, first | {"score": score, "sent": {"gather": 10e6, "reduce": 5e6}, "steps": 10}]
 
     monkeypatch.setattr(sys, "argv", ["sharded", "--json", str(file), *arguments])
-    monkeypatch.setattr(sharded, "run_job", run_job)
+    monkeypatch.setattr(study, "run_job", run_job)
     sharded.main()
     return jobs
 
