@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -115,10 +116,10 @@ class QSGD(GatherCompressor):
         for coded in sums:
             (out,) = coded.outs
             norms_end, packed_nbytes = self._ends(out.numel())
-            fields = [_STREAM.unpack(payload.fields) for payload in coded.payloads]
-            elias = [is_elias != 0 for _, is_elias in fields]
-            nbytes = [own if is_elias else packed_nbytes for own, is_elias in fields]
-            norms = ops.body_addresses(coded.payloads, norms_end + np.array(nbytes, object))
+            claimed, elias = zip(*map(_STREAM.unpack, map(attrgetter("fields"), coded.payloads)))
+            nbytes = np.array(claimed, object)
+            nbytes[~np.array(elias, bool)] = packed_nbytes
+            norms = ops.body_addresses(coded.payloads, norms_end + nbytes)
             levels, arguments = norms + np.uint64(norms_end), (out, self.bits, self.bucket, coded.weight)
             # Neighbours that are coded alike, usually all of them, are added in one call.
             for is_elias, run in itertools.groupby(range(len(elias)), elias.__getitem__):

@@ -470,8 +470,8 @@ def quantize_decode_sum(
 
 
 def elias_decode_sum(
-    streams: np.ndarray, nbytes: Sequence[int] | np.ndarray, norms: np.ndarray, out: Tensor, bits: int, bucket: int,
-    weight: float, add: bool,
+    streams: np.ndarray, nbytes: np.ndarray, norms: np.ndarray, out: Tensor, bits: int, bucket: int, weight: float,
+    add: bool,
 ) -> int:  # fmt: skip
     """`ops.elias_decode_sum` of streams at these addresses. Returns 1 plus the number of a corrupt one, or 0."""
     table = np.empty((len(streams), 3), np.uint64)  # struct EliasTerm of csrc/common/elias.h
