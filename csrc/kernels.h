@@ -25,6 +25,7 @@
 #include "common/add_residual.h"
 #include "common/bitmap_code.h"
 #include "common/dtype.h"
+#include "common/elias.h"
 #include "common/index_code.h"
 #include "common/low_rank.h"
 #include "common/one_bit.h"
@@ -311,12 +312,14 @@ KERNEL_WITH_WORKSPACE(elias_decode, const uint8_t* bytes, int64_t nbytes, int64_
 // The levels of `quantize`, encoded as they are drawn. *nbytes as in elias_encode.
 KERNEL_WITH_WORKSPACE(elias_quantize, const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key,
                       uint8_t* out, int64_t capacity, float* norms, int64_t* nbytes);
-// out[i] += weight * (level / s * norm). *failed: a norm is negative or not finite (`out` is then unchanged), or the
-// bytes are not a stream of n levels (`out` then holds part of the sum).
-// On CUDA: On failure the elements of the invalid buckets and chunks, or all if the chunk sizes are invalid, become
-// NaN.
-KERNEL_WITH_WORKSPACE(elias_decode_add, const uint8_t* bytes, int64_t nbytes, const float* norms, int64_t n, int bits,
-                      int64_t bucket, float weight, float* out, int32_t* failed);
+// out = the sum of weight * (level / s * norm) over the terms, in order, with a rounding after each; or out += each, if
+// `add`. The terms are in host memory on every device. *failed: 1 + the index of the first term with a norm that is
+// negative or not finite, or with sizes of chunks that are not those of its bytes (`out` is then unchanged); else of the
+// first one with a chunk that does not code its levels (`out` then holds part of the sum).
+// On CUDA: *failed is 1 on failure, and the elements of the invalid buckets and chunks, or all if the sizes of chunks are
+// invalid, become NaN. A launch takes kLanes terms. More of them are added to `out`, as with `add`.
+KERNEL_WITH_WORKSPACE(elias_decode_sum, const EliasTerm* terms, int64_t count, int64_t n, int bits, int64_t bucket,
+                      float weight, bool add, float* out, int32_t* failed);
 
 // --- orthogonalize
 // Makes the columns of each matrix (row-major) orthonormal, in place; gradzip/ops/orthogonalize.py has the details.

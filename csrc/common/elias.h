@@ -20,6 +20,14 @@ GZ_HD constexpr EliasCode gamma_code(uint32_t v, int k) {
   return {uint64_t(1) << k | uint64_t(v ^ (1u << k)) << (k + 1), 2 * k + 1};
 }
 
+// A stream of coded levels, and the norms of its buckets.
+struct EliasTerm {
+  const uint8_t* bytes;
+  int64_t nbytes;
+  const float* norms;
+};
+static_assert(sizeof(EliasTerm) == 24, "gradzip/ops/groups.py writes it");
+
 // A nonzero level: gamma of the zeros before it + 1, its sign, gamma of its magnitude.
 GZ_HD constexpr EliasCode level_token(EliasCode run, bool negative, EliasCode size) {
   return {run.bits | (uint64_t(negative) | size.bits << 1) << run.length, run.length + 1 + size.length};

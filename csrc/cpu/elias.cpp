@@ -347,35 +347,32 @@ int64_t elias_write(int64_t n, int bits, uint8_t* out, int64_t capacity, int thr
   return total;
 }
 
-// The inverse: take(begin, end, levels) for each chunk, on any thread. Returns false if the bytes are not a stream of n
-// levels of magnitude `top` at most; some chunks may have been taken by then.
-template <class Take>
-bool elias_read(const uint8_t* stream, int64_t nbytes, int64_t n, int32_t top, int threads, Take take) {
+// Where each chunk of a stream of n levels begins, and the end; empty if the sizes of chunks do not add up to its bytes.
+std::vector<int64_t> chunk_offsets(const uint8_t* stream, int64_t nbytes, int64_t n) {
   const int64_t chunks = ceil_div(n, kEliasChunk);
-  if (nbytes < 2 * chunks) return false;
-  std::vector<int64_t> offsets(chunks + 1, 2 * chunks);
+  if (nbytes < 2 * chunks) return {};
+  std::vector<int64_t> offsets(size_t(chunks + 1), 2 * chunks);
   for (int64_t c = 0; c < chunks; ++c) {
     uint16_t size;
     std::memcpy(&size, stream + 2 * c, 2);
     offsets[c + 1] = offsets[c] + size;
   }
-  if (offsets[chunks] != nbytes) return false;
-  std::atomic<bool> valid{true};
-  parallel_for(ceil_div(chunks, 2), threads, [&](int64_t pair) {
-    int32_t levels[2 * kEliasChunk];
-    const int64_t begin = 2 * pair * kEliasChunk, end = std::min(begin + 2 * kEliasChunk, n);
-    const int64_t middle = std::min(begin + kEliasChunk, end);
-    std::fill(levels, levels + (end - begin), 0);
-    const int64_t* offset = &offsets[2 * pair];
-    const bool second = middle < end;
-    const ChunkReader a{stream + offset[0], offset[1] - offset[0], middle - begin, levels};
-    const ChunkReader b{stream + offset[1], second ? offset[2] - offset[1] : 0, end - middle, levels + kEliasChunk};
-    if (read_chunks(a, b, top))
-      take(begin, end, levels);
-    else
-      valid = false;
-  });
-  return valid;
+  if (offsets[chunks] != nbytes) return {};
+  return offsets;
+}
+
+constexpr int64_t kPair = 2 * kEliasChunk;
+
+// Reads the levels [begin, end) of a stream, a pair of chunks. Returns false unless all are valid, and `top` at most.
+bool read_pair(const uint8_t* stream, const std::vector<int64_t>& offsets, int64_t begin, int64_t end, int32_t top,
+               int32_t* levels) {
+  const int64_t middle = std::min(begin + kEliasChunk, end);
+  std::fill(levels, levels + (end - begin), 0);
+  const int64_t* offset = &offsets[size_t(begin / kEliasChunk)];
+  const bool second = middle < end;
+  const ChunkReader a{stream + offset[0], offset[1] - offset[0], middle - begin, levels};
+  const ChunkReader b{stream + offset[1], second ? offset[2] - offset[1] : 0, end - middle, levels + (middle - begin)};
+  return read_chunks(a, b, top);
 }
 
 GZ_INLINE void add_levels_body(const int32_t* levels, int n, int32_t s, float norm, float weight, float* out) {
@@ -397,10 +394,12 @@ void elias_encode(const int32_t* codes, int64_t n, uint8_t* out, int64_t capacit
 
 void elias_decode(const uint8_t* stream, int64_t nbytes, int64_t n, int32_t top, int32_t* codes, int32_t* failed,
                   int threads) {
-  const bool valid =
-      elias_read(stream, nbytes, n, top, threads, [&](int64_t begin, int64_t end, const int32_t* levels) {
-        std::copy(levels, levels + (end - begin), codes + begin);
-      });
+  const std::vector<int64_t> offsets = chunk_offsets(stream, nbytes, n);
+  std::atomic<bool> valid{!offsets.empty()};
+  if (valid)
+    parallel_chunks(n, kPair, threads, [&](int64_t, int64_t begin, int64_t end) {
+      if (!read_pair(stream, offsets, begin, end, top, codes + begin)) valid = false;
+    });
   if (!valid) *failed = 1;
 }
 
@@ -416,16 +415,29 @@ void elias_quantize(const float* x, int64_t n, int bits, int64_t bucket, int nor
   });
 }
 
-void elias_decode_add(const uint8_t* stream, int64_t nbytes, const float* norms, int64_t n, int bits, int64_t bucket,
-                      float weight, float* out, int32_t* failed, int threads) {
+void elias_decode_sum(const EliasTerm* terms, int64_t count, int64_t n, int bits, int64_t bucket, float weight,
+                      bool add, float* out, int32_t* failed, int threads) {
   const int32_t s = top_level(bits);
-  const bool valid = all_norms(norms, ceil_div(n, bucket)) &&
-                     elias_read(stream, nbytes, n, s, threads, [&](int64_t begin, int64_t end, const int32_t* levels) {
-                       by_bucket(begin, end, bucket, [&](int64_t from, int64_t to, int64_t b) {
-                         add_levels(levels + (from - begin), int(to - from), s, norms[b], weight, out + from);
-                       });
-                     });
-  if (!valid) *failed = 1;
+  std::vector<std::vector<int64_t>> offsets;
+  for (int64_t t = 0; t < count; ++t) {
+    offsets.push_back(chunk_offsets(terms[t].bytes, terms[t].nbytes, n));
+    if (offsets.back().empty() || !all_norms(terms[t].norms, ceil_div(n, bucket))) {
+      *failed = int32_t(t) + 1;
+      return;
+    }
+  }
+  std::atomic<int64_t> first_invalid{count};
+  parallel_chunks(n, kPair, threads, [&](int64_t, int64_t begin, int64_t end) {
+    if (!add) std::fill(out + begin, out + end, 0.0f);
+    for (int64_t t = 0; t < count; ++t) {
+      int32_t levels[kPair];
+      if (!read_pair(terms[t].bytes, offsets[size_t(t)], begin, end, s, levels)) return lower(&first_invalid, t);
+      by_bucket(begin, end, bucket, [&](int64_t from, int64_t to, int64_t b) {
+        add_levels(levels + (from - begin), int(to - from), s, terms[t].norms[b], weight, out + from);
+      });
+    }
+  });
+  if (first_invalid < count) *failed = int32_t(first_invalid) + 1;
 }
 
 }  // namespace gradzip::cpu

@@ -54,11 +54,6 @@ GZ_SIMD_DISPATCH(bool, add_powers, (const uint8_t* packed, int64_t n, float weig
 // Elements of `out` that stay in the L1 cache while all payloads are added to them.
 constexpr int64_t kSumBlock = 1 << 12;
 
-void lower(std::atomic<int64_t>* number, int64_t to) {
-  int64_t seen = *number;
-  while (to < seen && !number->compare_exchange_weak(seen, to)) continue;
-}
-
 template <class T>
 void encode(const T* x, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed, float* most, int threads) {
   key = replay_key(key, replays);

@@ -25,7 +25,7 @@ double* scratch(int64_t columns) {
   return buffer.data();
 }
 
-// --- 1, 2 or 4 columns: 8, 4 or 2 rows make a vector of 8 lanes, in one register or two. With each row rotated by d, the
+// --- 1 to 4 columns, 3 as 4: 8, 4 or 2 rows make a vector of 8 lanes, in one register or two. With each row rotated by d, the
 // products are those of columns d apart, so no work is wasted on padding.
 template <int kBytes, int R, int D, size_t... kLane>
 GZ_INLINE Vector<double, kBytes> rotated(const Vector<double, kBytes>& v, std::index_sequence<kLane...>) {
@@ -100,6 +100,20 @@ GZ_INLINE void transform_narrow(float* x, int64_t rows, const double* w) {
   }
 }
 
+// Rows of three columns as rows of four, the last one of zeros, and back.
+struct Fours {
+  float rows[4 * kGramRows];
+
+  GZ_INLINE Fours(const float* x, int64_t count) {
+    for (int64_t i = 0; i < count; ++i)
+      for (int c = 0; c < 4; ++c) rows[4 * i + c] = c < 3 ? x[3 * i + c] : 0.0f;
+  }
+  GZ_INLINE void write(float* x, int64_t count) const {
+    for (int64_t i = 0; i < count; ++i)
+      for (int c = 0; c < 3; ++c) x[3 * i + c] = rows[4 * i + c];
+  }
+};
+
 // --- any number of columns
 
 // Converts rows of floats to rows of `width` doubles; spare ones of a register are 0. All but the last rows are read as whole
@@ -167,6 +181,7 @@ template <int kBytes>
 GZ_INLINE void gram_block_body(const float* x, int64_t rows, int64_t columns, double* s, double* gram) {
   if (columns == 1) return gram_narrow<kBytes, 1>(x, rows, gram);
   if (columns == 2) return gram_narrow<kBytes, 2>(x, rows, gram);
+  if (columns == 3) return gram_narrow<kBytes, 4>(Fours(x, rows).rows, rows, gram);
   if (columns == 4) return gram_narrow<kBytes, 4>(x, rows, gram);
   constexpr int64_t kLanes = VectorOf<double, kBytes>::lanes;
   const int64_t width = padded(columns);
@@ -212,6 +227,11 @@ template <int kBytes>
 GZ_INLINE void transform_block_body(float* x, int64_t rows, int64_t columns, const double* w, double* s) {
   if (columns == 1) return transform_narrow<kBytes, 1>(x, rows, w);
   if (columns == 2) return transform_narrow<kBytes, 2>(x, rows, w);
+  if (columns == 3) {
+    Fours fours(x, rows);
+    transform_narrow<kBytes, 4>(fours.rows, rows, w);
+    return fours.write(x, rows);
+  }
   if (columns == 4) return transform_narrow<kBytes, 4>(x, rows, w);
   constexpr int64_t kLanes = VectorOf<double, kBytes>::lanes;
   const int64_t width = padded(columns);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -18,6 +19,12 @@ void parallel_for(int64_t tasks, int threads, F&& f) {
   parallel_run(
       tasks, threads, [](void* context, int64_t i) { (*static_cast<F*>(context))(i); },
       const_cast<void*>(static_cast<const void*>(&f)));
+}
+
+// Lowers a number that threads share.
+inline void lower(std::atomic<int64_t>* number, int64_t to) {
+  int64_t seen = *number;
+  while (to < seen && !number->compare_exchange_weak(seen, to)) continue;
 }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

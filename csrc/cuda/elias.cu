@@ -1,57 +1,53 @@
 #include "cuda/elias.cuh"
 
+#include <algorithm>
+
 #include "cuda/block/launch.h"
 #include "cuda/ops.h"
 
 namespace gradzip::cuda {
 namespace {
 
-// The sizes and offsets of chunks.
-struct Chunks {
-  int64_t count;
-  uint32_t* sizes;
-  int64_t *offsets, *total;
-
-  Chunks(Arena& arena, int64_t n)
-      : count(ceil_div(n, kEliasChunk)),
-        sizes(arena.take<uint32_t>(count)),
-        offsets(arena.take<int64_t>(count + 1)),
-        total(arena.take<int64_t>(1)) {}
-
-  unsigned grid() const { return grid_for(count); }
-
-  void scan(cudaStream_t stream) const {
-    launch(stream, grid_of(1), kScanBlock, kernel<scan_counts_kernel>, sizes, count, offsets, total);
-  }
-};
-
 // The scratch memory of an encoder.
 struct Encoder {
-  Chunks chunks;
+  int64_t chunks;
+  int64_t *offsets, *total;
   uint32_t* beyond;
   EliasSlots slots;
 
-  Encoder(Arena& arena, int64_t n, int bits) : chunks(arena, n), beyond(arena.take<uint32_t>(1)) {
-    slots = {arena.take<uint32_t>(chunks.count * slot_words(bits)), chunks.sizes, slot_words(bits)};
+  Encoder(Arena& arena, int64_t n, int bits)
+      : chunks(ceil_div(n, kEliasChunk)),
+        offsets(arena.take<int64_t>(chunks + 1)),
+        total(arena.take<int64_t>(1)),
+        beyond(arena.take<uint32_t>(1)) {
+    auto* words = arena.take<uint32_t>(chunks * slot_words(bits));
+    slots = {words, arena.take<uint32_t>(chunks), slot_words(bits)};
   }
 
+  unsigned grid() const { return grid_for(chunks); }
+
   void finish(uint8_t* out, int64_t capacity, int64_t* nbytes, cudaStream_t stream) const {
-    chunks.scan(stream);
-    launch(stream, grid_of(chunks.grid()), kBlock, kernel<move_chunks_kernel>, slots, chunks.offsets, chunks.count,
-           beyond, out, capacity, nbytes);
+    launch(stream, grid_of(1), kScanBlock, kernel<scan_counts_kernel>, slots.sizes, chunks, offsets, total);
+    launch(stream, grid_of(grid()), kBlock, kernel<move_chunks_kernel>, slots, offsets, chunks, beyond, out, capacity,
+           nbytes);
   }
 };
 
-// Computes the offsets of the chunks of a stream.
-void locate(const Chunks& chunks, const uint8_t* bytes, int64_t nbytes, cudaStream_t stream) {
-  launch(stream, grid_of(grid_for(ceil_div(chunks.count, kBlock))), kBlock, kernel<chunk_sizes_kernel>, bytes, nbytes,
-         chunks.count, chunks.sizes);
-  chunks.scan(stream);
-}
+// The chunks of terms that a launch reads.
+struct Streams {
+  int64_t chunks;
+  int64_t* offsets;
 
-dim3 read_grid(const Chunks& chunks) {
-  return grid_of(grid_for(ceil_div(chunks.count, kReaders * (kReadBlock / kLanes)), 16));
-}
+  Streams(Arena& arena, int64_t n, int64_t count)
+      : chunks(ceil_div(n, kEliasChunk)),
+        offsets(arena.take<int64_t>(std::min<int64_t>(count, kLanes) * (chunks + 1))) {}
+
+  // Computes their offsets. Returns the grid that reads them.
+  dim3 locate(const EliasTerms& terms, int64_t count, cudaStream_t stream) const {
+    launch(stream, grid_of(grid_for(count)), kScanBlock, kernel<elias_offsets_kernel>, terms, count, chunks, offsets);
+    return grid_of(grid_for(ceil_div(chunks, chunks_together(int(count)) * (kReadBlock / kLanes)), 16));
+  }
+};
 
 }  // namespace
 
@@ -61,8 +57,7 @@ int64_t elias_encode(void* workspace, const int32_t* codes, int64_t n, uint8_t* 
   const Encoder encoder(arena, n, kEliasBits);
   if (!workspace) return arena.nbytes();
   clear(encoder.beyond, sizeof *encoder.beyond, stream);
-  launch(stream, grid_of(encoder.chunks.grid()), kBlock, kernel<elias_encode_kernel>, codes, n, encoder.slots,
-         encoder.beyond);
+  launch(stream, grid_of(encoder.grid()), kBlock, kernel<elias_encode_kernel>, codes, n, encoder.slots, encoder.beyond);
   encoder.finish(out, capacity, nbytes, stream);
   return 0;
 }
@@ -79,7 +74,7 @@ int64_t elias_quantize(void* workspace, const float* x, int64_t n, int bits, int
   if (!workspace) return arena.nbytes();
   clear(encoder.beyond, sizeof *encoder.beyond, stream);
   if (!nested) bucket_norms(scratch, x, int(Dtype::float32), n, bucket, norm, norms, stream);
-  launch(stream, grid_of(encoder.chunks.grid()), kBlock,
+  launch(stream, grid_of(encoder.grid()), kBlock,
          nested ? kernel<elias_quantize_kernel<true>> : kernel<elias_quantize_kernel<false>>, q, encoder.slots);
   encoder.finish(out, capacity, nbytes, stream);
   return 0;
@@ -88,22 +83,29 @@ int64_t elias_quantize(void* workspace, const float* x, int64_t n, int bits, int
 int64_t elias_decode(void* workspace, const uint8_t* bytes, int64_t nbytes, int64_t n, int32_t top, int32_t* codes,
                      int32_t* failed, cudaStream_t stream) {
   Arena arena(workspace);
-  const Chunks chunks(arena, n);
+  const Streams streams(arena, n, 1);
   if (!workspace) return arena.nbytes();
-  locate(chunks, bytes, nbytes, stream);
-  launch(stream, read_grid(chunks), kReadBlock, kernel<elias_decode_kernel>, bytes, nbytes, n, top, chunks.offsets,
-         codes, failed);
+  const EliasTerms terms{{{bytes, nbytes, nullptr}}};
+  const dim3 grid = streams.locate(terms, 1, stream);
+  launch(stream, grid, kReadBlock, kernel<elias_decode_kernel>, terms, n, top, streams.offsets, codes, failed);
   return 0;
 }
 
-int64_t elias_decode_add(void* workspace, const uint8_t* bytes, int64_t nbytes, const float* norms, int64_t n, int bits,
-                         int64_t bucket, float weight, float* out, int32_t* failed, cudaStream_t stream) {
+int64_t elias_decode_sum(void* workspace, const EliasTerm* terms, int64_t count, int64_t n, int bits, int64_t bucket,
+                         float weight, bool add, float* out, int32_t* failed, cudaStream_t stream) {
   Arena arena(workspace);
-  const Chunks chunks(arena, n);
+  const Streams streams(arena, n, count);
   if (!workspace) return arena.nbytes();
-  locate(chunks, bytes, nbytes, stream);
-  launch(stream, read_grid(chunks), kReadBlock, kernel<elias_decode_add_kernel>, bytes, nbytes, norms, n, bits, bucket,
-         weight, chunks.offsets, out, failed);
+  int64_t first = 0;
+  do {
+    EliasTerms batch{};
+    const int64_t some = std::min<int64_t>(count - first, kLanes);
+    std::copy_n(terms + first, some, batch.of);
+    const dim3 grid = streams.locate(batch, some, stream);
+    launch(stream, grid, kReadBlock, kernel<elias_decode_sum_kernel>, batch, some, n, bits, bucket, weight,
+           add || first > 0, streams.offsets, out, failed);
+    first += some;
+  } while (first < count);
   return 0;
 }
 

@@ -1,6 +1,6 @@
 // Elias-coded levels. A block writes a chunk into its own slot, tokens in parallel: the position of each is a prefix
-// sum of lengths. Then the chunks are moved together. Reading a chunk is serial; a warp reads several chunks side by
-// side, a piece at a time, and processes the levels of a piece together.
+// sum of lengths. Then the chunks are moved together. Reading a chunk is serial; a warp reads several chunks of several
+// terms side by side, a piece at a time, and processes the levels of a piece together.
 #pragma once
 
 #include "common/elias.h"
@@ -185,130 +185,174 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
+struct EliasTerms {
+  EliasTerm of[kLanes];
+};
+
 // The chunk sizes that a stream claims.
-__global__ void __launch_bounds__(kBlock)
-    chunk_sizes_kernel(const uint8_t* stream, int64_t nbytes, int64_t chunks, uint32_t* sizes) {
-  for (int64_t c = grid_thread(); c < chunks; c += grid_threads())
-    sizes[c] = 2 * c + 2 <= nbytes ? uint32_t(stream[2 * c]) | uint32_t(stream[2 * c + 1]) << 8 : 0u;
+struct ClaimedSizes {
+  EliasTerm term;
+  GZ_DEVICE uint32_t operator[](int64_t c) const {
+    return 2 * c + 2 <= term.nbytes ? uint32_t(term.bytes[2 * c]) | uint32_t(term.bytes[2 * c + 1]) << 8 : 0u;
+  }
+};
+
+// For each term, the position of each chunk behind the table of sizes, and the end of the last one.
+__global__ void __launch_bounds__(kScanBlock)
+    elias_offsets_kernel(EliasTerms terms, int count, int64_t chunks, int64_t* offsets) {
+  for (int t = int(blockIdx.x); t < count; t += int(gridDim.x))
+    scan_counts(ClaimedSizes{terms.of[t]}, chunks, offsets + t * (chunks + 1));
 }
 
 // A chunk being read by a thread.
 struct ChunkReader {
-  const uint8_t* bytes;
-  int64_t nbytes, bit;
+  const uint8_t *at, *end;  // of its bytes that are not in the window yet
+  uint64_t window;  // bits to be read; zeros past the end
+  int filled;  // bits in the window
   int next, count;  // the next element, and the number of elements
   uint32_t magnitude;  // of the level at `next`, which has been read but not taken; 0 if there is none
   bool negative, valid;
 
+  // The next 32 bits, at least. Memory is read by aligned words.
+  GZ_DEVICE uint32_t peek() {
+    while (filled < 32) {
+      const int over = int(reinterpret_cast<uintptr_t>(at) % 4);
+      uint32_t word = 0;
+      if (over == 0 && end - at >= 4)
+        word = __ldg(reinterpret_cast<const uint32_t*>(at));
+      else
+        for (int b = 0; b < 4 - over && b < end - at; ++b) word |= uint32_t(at[b]) << (8 * b);
+      window |= uint64_t(word) << filled;
+      filled += 8 * (4 - over);
+      at += 4 - over;
+    }
+    return uint32_t(window);
+  }
+  GZ_DEVICE void skip(int bits) {
+    window >>= bits;
+    filled -= bits;
+  }
   // Reads up to the next nonzero level or the end. Every token covers at least one element and is checked before use,
   // so reading terminates within the chunk for any bytes.
   GZ_DEVICE void read_token(uint32_t top) {
-    uint32_t word = read_bits(bytes, nbytes, bit, 32);
+    uint32_t word = peek();
     const int k = __ffs(int(word)) - 1;
     if (k < 0 || k > 12) return refuse();  // more zeros than a chunk has elements
     next += int(1u << k | (word >> (k + 1) & ((1u << k) - 1))) - 1;
-    bit += 2 * k + 1;
+    skip(2 * k + 1);
     if (next >= count) return;
-    word = read_bits(bytes, nbytes, bit, 32);
+    word = peek();
     negative = word & 1;
     word >>= 1;
     const int m = __ffs(int(word)) - 1;
     if (m < 0 || m > 15) return refuse();
     magnitude = 1u << m | (word >> (m + 1) & ((1u << m) - 1));
     if (magnitude > top) return refuse();
-    bit += 2 * m + 2;
+    skip(2 * m + 2);
   }
   GZ_DEVICE void refuse() {
     valid = false;
     magnitude = 0;
     next = count;
   }
+  // Whether its levels were its elements, and its bits all of its bytes.
+  GZ_DEVICE bool whole() const {
+    const int64_t unread = 8 * (end - at) + filled;
+    return valid && next == count && unread >= 0 && unread < 8;
+  }
 };
 
-constexpr int kReaders = 8;  // chunks that a warp reads at once
-constexpr int kPiece = 256;  // elements of each chunk at a time
 constexpr int kReadBlock = 4 * kLanes;  // threads
-constexpr int kRow = kPiece + 1;  // so that readers write to different banks
 
-// take(first, count, levels) for pieces of up to kPiece elements, by whole warps; then spoil(first, count) for each
-// invalid chunk. offsets[c] is the position of chunk c behind the table of sizes.
-template <class Take, class Spoil>
-GZ_DEVICE void read_chunks(const uint8_t* stream, int64_t nbytes, int64_t n, uint32_t top, const int64_t* offsets,
+// The chunks that a warp reads at once: a lane has one of one term.
+GZ_HD int chunks_together(int terms) { return terms <= 4 ? 8 : kLanes / terms; }
+
+// take(first, size, rows, apart) for pieces of each chunk, by whole warps: rows[t * apart] has the levels of term t.
+// Then spoil(first, size) for chunks that are invalid in a term.
+template <class Level, class Take, class Spoil>
+GZ_DEVICE void read_chunks(const EliasTerms& terms, int count, int64_t n, uint32_t top, const int64_t* offsets,
                            Take take, Spoil spoil) {
-  __shared__ int32_t levels[kReadBlock / kLanes][kReaders][kRow];
+  constexpr int kPiece = 256 / int(sizeof(Level));
+  constexpr int kRow = kPiece + 4 / int(sizeof(Level));  // so that lanes write to different banks
+  __shared__ Level levels[kReadBlock / kLanes][kLanes][kRow];
+  Level(*rows)[kRow] = levels[warp()];
   const int64_t chunks = (n + kEliasChunk - 1) / kEliasChunk, teams = grid_threads() / kLanes;
-  const bool whole = 2 * chunks + offsets[chunks] == nbytes;
-  int32_t (*mine)[kRow] = levels[warp()];
-  for (int64_t base = grid_thread() / kLanes * kReaders; base < chunks; base += teams * kReaders) {
-    const int64_t chunk = base + lane(), first = chunk * kEliasChunk;
-    ChunkReader reader{nullptr, 0, 0, 0, 0, 0, false, true};
-    if (lane() < kReaders && chunk < chunks) {
+  const int together = chunks_together(count), t = lane() / together;
+  for (int64_t base = grid_thread() / kLanes * together; base < chunks; base += teams * together) {
+    const int64_t chunk = base + lane() % together, first = chunk * kEliasChunk, left = n - base * kEliasChunk;
+    const bool reads = t < count && chunk < chunks;
+    ChunkReader reader{nullptr, nullptr, 0, 0, 0, 0, 0, false, true};
+    if (reads) {
+      const EliasTerm& term = terms.of[t];
+      const int64_t* offset = offsets + t * (chunks + 1);
       reader.count = int(n - first < kEliasChunk ? n - first : kEliasChunk);
-      reader.bytes = stream + 2 * chunks + offsets[chunk];
-      reader.nbytes = offsets[chunk + 1] - offsets[chunk];
-      if (!whole) reader.refuse();
+      reader.at = term.bytes + 2 * chunks + offset[chunk];
+      reader.end = term.bytes + 2 * chunks + offset[chunk + 1];
+      if (2 * chunks + offset[chunks] != term.nbytes) reader.refuse();
     }
-    const int readers = int(chunks - base < kReaders ? chunks - base : kReaders);
-    for (int begin = 0; begin < kEliasChunk; begin += kPiece) {
+    for (int begin = 0; begin < kEliasChunk && begin < left; begin += kPiece) {
       const int end = begin + kPiece;
-      for (int c = 0; c < readers; ++c)
-        for (int i = lane(); i < kPiece; i += kLanes) mine[c][i] = 0;
+      for (int row = 0; row < count * together; ++row)
+        for (int i = lane(); i < kPiece; i += kLanes) rows[row][i] = 0;
       __syncwarp();
-      if (lane() < readers) {
+      if (reads) {
         for (;;) {
           if (reader.magnitude == 0 && reader.next < end && reader.next < reader.count) reader.read_token(top);
           if (reader.magnitude == 0 || reader.next >= end) break;
-          mine[lane()][reader.next++ - begin] =
-              reader.negative ? -int32_t(reader.magnitude) : int32_t(reader.magnitude);
+          rows[lane()][reader.next++ - begin] = Level(reader.negative ? -int(reader.magnitude) : int(reader.magnitude));
           reader.magnitude = 0;
         }
       }
       __syncwarp();
-      for (int c = 0; c < readers; ++c) {
-        const int64_t from = (base + c) * kEliasChunk + begin, left = n - from;
-        if (left > 0) take(from, int(left < kPiece ? left : kPiece), mine[c]);
+      for (int c = 0; c < together; ++c) {
+        const int64_t from = (base + c) * kEliasChunk + begin;
+        if (from < n) take(from, int(n - from < kPiece ? n - from : kPiece), rows + c, together);
       }
       __syncwarp();
     }
-    const bool valid = reader.valid && reader.next == reader.count && (reader.bit + 7) / 8 == reader.nbytes;
-    const unsigned spoilt = __ballot_sync(kAllLanes, lane() < readers && !valid);
-    for (int c = 0; c < readers; ++c) {
-      const int64_t from = (base + c) * kEliasChunk, left = n - from;
-      if (spoilt >> c & 1) spoil(from, int(left < kEliasChunk ? left : kEliasChunk));
+    for (unsigned spoilt = __ballot_sync(kAllLanes, reads && !reader.whole()); spoilt; spoilt &= spoilt - 1) {
+      const int64_t from = (base + (__ffs(int(spoilt)) - 1) % together) * kEliasChunk;
+      spoil(from, int(n - from < kEliasChunk ? n - from : kEliasChunk));
     }
   }
 }
 
 __global__ void __launch_bounds__(kReadBlock)
-    elias_decode_kernel(const uint8_t* stream, int64_t nbytes, int64_t n, int32_t top, const int64_t* offsets,
-                        int32_t* codes, int32_t* failed) {
-  read_chunks(
-      stream, nbytes, n, uint32_t(top), offsets,
-      [&](int64_t first, int count, const int32_t* levels) {
-        for (int i = lane(); i < count; i += kLanes) codes[first + i] = levels[i];
+    elias_decode_kernel(EliasTerms term, int64_t n, int32_t top, const int64_t* offsets, int32_t* codes,
+                        int32_t* failed) {
+  read_chunks<int32_t>(
+      term, 1, n, uint32_t(top), offsets,
+      [&](int64_t first, int size, const auto* rows, int) {
+        for (int i = lane(); i < size; i += kLanes) codes[first + i] = rows[0][i];
       },
       [&](int64_t, int) { report(failed); });
 }
 
+// bits <= 16, so that a level is an int16_t.
 __global__ void __launch_bounds__(kReadBlock)
-    elias_decode_add_kernel(const uint8_t* stream, int64_t nbytes, const float* norms, int64_t n, int bits,
-                            int64_t bucket, float weight, const int64_t* offsets, float* out, int32_t* failed) {
+    elias_decode_sum_kernel(EliasTerms terms, int count, int64_t n, int bits, int64_t bucket, float weight, bool add,
+                            const int64_t* offsets, float* out, int32_t* failed) {
   const int32_t s = top_level(bits);
   bool bad = false;
-  read_chunks(
-      stream, nbytes, n, uint32_t(s), offsets,
-      [&](int64_t first, int count, const int32_t* levels) {
+  read_chunks<int16_t>(
+      terms, count, n, uint32_t(s), offsets,
+      [&](int64_t first, int size, const auto* rows, int apart) {
         const TileBuckets buckets(first, bucket);
-        for (int i = lane(); i < count; i += kLanes) {
-          const float norm = __ldg(norms + buckets.first + buckets.index(i));
-          const bool valid = valid_norm(norm);
-          bad |= !valid;
-          out[first + i] += valid ? weight * level_value(levels[i], s, norm) : undecodable();
+        for (int i = lane(); i < size; i += kLanes) {
+          const int64_t b = buckets.first + buckets.index(i);
+          float sum = add ? out[first + i] : 0.0f;
+          for (int t = 0; t < count; ++t) {
+            const float norm = __ldg(terms.of[t].norms + b);
+            const bool valid = valid_norm(norm);
+            bad |= !valid;
+            sum += valid ? weight * level_value(rows[t * apart][i], s, norm) : undecodable();
+          }
+          out[first + i] = sum;
         }
       },
-      [&](int64_t first, int count) {
+      [&](int64_t first, int size) {
         bad = true;
-        for (int i = lane(); i < count; i += kLanes) out[first + i] = undecodable();
+        for (int i = lane(); i < size; i += kLanes) out[first + i] = undecodable();
       });
   if (bad) report(failed);
 }

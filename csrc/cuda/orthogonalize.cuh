@@ -54,9 +54,9 @@ GZ_HD int64_t ortho_scratch(int64_t rows, int64_t columns) {
 
 // --- Gram matrices: g[a * columns + b] = column a . column b for a <= b
 
-// For up to 4 columns the CPU sums every (16 / columns)-th row, and those sums by halves.
+// For up to 4 columns the CPU sums every (16 / columns)-th row, of 3 as of 4, and those sums by halves.
 static __device__ void gram_narrow(const float* x, int rows, int columns, OrthoShared& s, double* g) {
-  const int n = rows * columns, classes = 16 / columns, pairs = columns * (columns + 1) / 2;
+  const int n = rows * columns, classes = columns == 3 ? 4 : 16 / columns, pairs = columns * (columns + 1) / 2;
   for (int i = int(threadIdx.x); i < n; i += kBlock) s.room[i] = double(x[i]);
   __syncthreads();
   const int mine = int(threadIdx.x) % classes, pair = int(threadIdx.x) / classes;
@@ -121,7 +121,7 @@ static __device__ void gram_block(const OrthoMatrix& m, int64_t block, OrthoShar
   const int columns = m.columns, rows = int(m.rows - first < kGramRows ? m.rows - first : kGramRows);
   const float* x = m.data + first * columns;
   double* g = m.scratch + block * columns * columns;
-  if (columns == 1 || columns == 2 || columns == 4)
+  if (columns <= 4)
     gram_narrow(x, rows, columns, s, g);
   else if (columns <= 22)  // at most kBlock pairs of them
     gram_tiles<1>(x, rows, columns, s, g);
@@ -206,18 +206,19 @@ static __device__ void transform_block(const OrthoMatrix& m, int64_t blocks, int
   const double* w = m.scratch + blocks * n * n;
   const int width = (n + 3) / 4 * 4;
   __syncthreads();
-  for (int at = int(threadIdx.x); at < n * width; at += kBlock) {
+  const int lanes = n == 3 ? 4 : n;
+  for (int at = int(threadIdx.x); at < lanes * width; at += kBlock) {
     const int k = at / width, c = at - k * width;
-    s.room[at] = c < n ? w[k * n + c] : 0.0;
+    s.room[at] = k < n && c < n ? w[k * n + c] : 0.0;
   }
   __syncthreads();
-  if (n == 1 || n == 2 || n == 4) {  // the CPU's order is that of a rotated row
+  if (n <= 4) {  // the CPU's order is that of a rotated row
     for (int i = int(threadIdx.x); i < rows; i += kBlock) {
       double v[4] = {};
       for (int c = 0; c < n; ++c) v[c] = double(x[i * n + c]);
       for (int c = 0; c < n; ++c) {
         double y = v[c] * s.room[c * width + c];
-        for (int d = 1; d < n; ++d) y += v[(c + d) % n] * s.room[(c + d) % n * width + c];
+        for (int d = 1; d < lanes; ++d) y += v[(c + d) % lanes] * s.room[(c + d) % lanes * width + c];
         x[i * n + c] = float(y);
       }
     }

@@ -80,7 +80,7 @@ class QSGD(GatherCompressor):
 
     @property
     def writes_half(self) -> bool:  # type: ignore[override]
-        return self.fixed_nbytes  # Elias codes are added to `out` one rank after the other
+        return self.fixed_nbytes  # Elias codes are added to float32
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         numel, magnitude = grad.numel(), ops.abs_max_tensor(grad)
@@ -116,20 +116,23 @@ class QSGD(GatherCompressor):
         for coded in sums:
             (out,) = coded.outs
             norms_end, packed_nbytes = self._ends(out.numel())
-            plain = _STREAM.pack(packed_nbytes, False)
-            if coded.add or set(map(attrgetter("fields"), coded.payloads)) != {plain}:
-                super().sum_all([coded])
-                continue
-            norms = ops.body_addresses(coded.payloads, norms_end + packed_nbytes)
-            packed = norms + np.uint64(norms_end)
-            if failed := groups.quantize_decode_sum(packed, norms, out, self.bits, self.bucket, coded.weight):
-                raise ops.PayloadError(ops.BAD_NORM, failed - 1)
-
-    def decode_add(self, payload: ops.Payload, out: Tensor, weight: float) -> None:
-        nbytes, is_elias = _STREAM.unpack(payload.fields)
-        norms, stream = payload.sections(4 * ops.num_buckets(out.numel(), self.bucket), nbytes)
-        decode_add = ops.elias_decode_add if is_elias else ops.quantize_decode_add
-        decode_add(stream, norms.view(torch.float32), out, self.bits, self.bucket, weight)
+            claimed, elias = zip(*map(_STREAM.unpack, map(attrgetter("fields"), coded.payloads)))
+            nbytes = np.array(claimed, object)
+            nbytes[~np.array(elias, bool)] = packed_nbytes
+            norms = ops.body_addresses(coded.payloads, norms_end + nbytes)
+            levels, arguments = norms + np.uint64(norms_end), (out, self.bits, self.bucket, coded.weight)
+            # Neighbours that are coded alike, usually all of them, are added in one call.
+            for is_elias, run in itertools.groupby(range(len(elias)), elias.__getitem__):
+                first, *others = run
+                own, add = slice(first, first + 1 + len(others)), coded.add or first > 0
+                if is_elias:
+                    failed = groups.elias_decode_sum(levels[own], nbytes[own], norms[own], *arguments, add)
+                    problem = ops.BAD_STREAM
+                else:
+                    failed = groups.quantize_decode_sum(levels[own], norms[own], *arguments, add)
+                    problem = ops.BAD_NORM
+                if failed:
+                    raise ops.PayloadError(problem, first + failed - 1)
 
 
 @register("terngrad", number=17, examples=["", "shared_scale=False"])

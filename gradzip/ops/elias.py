@@ -5,14 +5,17 @@ QSGD (NeurIPS 2017), section 3.2; Elias, Universal codeword sets and representat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, groups
 from .bucket_norms import num_buckets
 from .errors import PayloadError
 from .quantize import check_buckets, quantizer_arguments
 
+BAD_STREAM = "corrupt payload: the bytes do not code its levels, or a norm is negative or not finite"
 _CHUNK = 4096
 _TOP = 65535
 
@@ -94,28 +97,50 @@ def elias_decode_add(
 ) -> None:
     """Add weight * the values that `elias_quantize` encoded to `out`, with the bits of `quantize_decode_add`.
 
-    buffer: uint8; norms: float32 of ceil(n / bucket); out: n elements, float32, in place. Deterministic. Raises
-    PayloadError if the number of norms is wrong or a norm is negative or not finite (out is unchanged), or if the bytes
-    are not a stream of n levels of `bits` bits (out then holds part of the sum). On CUDA, which does not wait for the
-    device, the elements that cannot be decoded (a chunk, a bucket, or all) become NaN instead, so that all ranks skip
-    the step.
+    As `elias_decode_sum` of one term, with add=True.
     """
-    check_buckets(bits, bucket, "elias_decode_add")
-    out = _native.in_place(out, torch.float32, "elias_decode_add: out")
-    buffer = _native.check(buffer, torch.uint8, "elias_decode_add: buffer", device=out.device)
-    norms = _native.check(norms, torch.float32, "elias_decode_add: norms", device=out.device)
+    elias_decode_sum([(buffer, norms)], out, bits, bucket, weight, True)
+
+
+def elias_decode_sum(
+    terms: Sequence[tuple[Tensor, Tensor]], out: Tensor, bits: int, bucket: int = 512, weight: float = 1.0,
+    add: bool = False,
+) -> None:  # fmt: skip
+    """Write weight * the sum of the values that `elias_quantize` encoded, added in order, to `out`, in one pass.
+
+    terms: (buffer, norms) of each rank, uint8, and float32 of ceil(n / bucket); out: n elements, float32; add: to `out`
+    rather than overwrite it. The bits are those of `quantize_decode_sum`. Deterministic. Does not wait for the device.
+
+    Raises:
+        PayloadError: the number of norms is wrong, or a norm is negative or not finite (`out` is unchanged), or the
+            bytes are not a stream of n levels of `bits` bits (`out` may hold part of the sum); `index` of the exception
+            is that of the term. On CUDA, the elements that cannot be decoded (a chunk, a bucket, or all) become NaN
+            instead, so that all ranks skip the step.
+
+    >>> terms = [elias_quantize(torch.tensor([3.0, 0.0, sign * 3.0]), bits=4, norm="max") for sign in (1, -1)]
+    >>> elias_decode_sum(terms, out := torch.empty(3), bits=4, weight=0.5)
+    >>> out.tolist()
+    [3.0, 0.0, 0.0]
+    """
+    what = "elias_decode_sum"
+    check_buckets(bits, bucket, what)
+    out = _native.in_place(out, torch.float32, f"{what}: out")
     n = out.numel()
-    if norms.numel() != num_buckets(n, bucket):
-        raise PayloadError(
-            f"elias_decode_add: got {norms.numel()} norms, expected {num_buckets(n, bucket)} for {n} elements "
-            f"in buckets of {bucket}"
-        )
-    arguments = (buffer.data_ptr(), buffer.numel(), norms.data_ptr(), n, bits, min(bucket, max(1, n)), weight)
-    if _native.run_failed("elias_decode_add", out, *arguments, out.data_ptr()):
-        raise PayloadError(
-            f"corrupt payload: got {buffer.numel()} bytes that are not a stream of {n} levels of {bits} bits, "
-            "or a norm that is negative or not finite"
-        )
+    streams, all_norms = [], []
+    for index, (buffer, norms) in enumerate(terms):
+        streams.append(_native.check(buffer, torch.uint8, f"{what}: buffer", device=out.device))
+        all_norms.append(_native.check(norms, torch.float32, f"{what}: norms", device=out.device))
+        if norms.numel() != num_buckets(n, bucket):
+            raise PayloadError(
+                f"{what}: got {norms.numel()} norms, expected {num_buckets(n, bucket)} for {n} elements in buckets of "
+                f"{bucket}",
+                index,
+            )
+    nbytes = groups.numels(streams)
+    addresses = groups.addresses(streams), nbytes, groups.addresses(all_norms)
+    if failed := groups.elias_decode_sum(*addresses, out, bits, bucket, weight, add):
+        got = f"got {nbytes[failed - 1]} bytes that are not a stream of {n} levels of {bits} bits, or a norm"
+        raise PayloadError(f"corrupt payload: {got} that is negative or not finite", failed - 1)
 
 
 def _written(out: Tensor, nbytes: int, what: str) -> Tensor:

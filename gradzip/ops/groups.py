@@ -264,6 +264,8 @@ def decode_sums(
         fails: whether the kernel can.
 
     Returns 1 plus the number of the term that it failed with; 0 if it did not, and on CUDA.
+
+    Raises ValueError if a sum would be added to 16-bit floats, which are to be rounded once.
     """
     terms = np.empty((*np.shape(columns[0]), len(columns) + 1), np.uint64)
     for i, column in enumerate(columns):
@@ -272,6 +274,8 @@ def decode_sums(
     table = np.empty((len(outs), 5), np.int64)  # struct WeightedSum
     table[:, 0], table[:, 1], table[:, 2], table[:, 3] = addresses(outs), numels(outs), terms.shape[1], add
     table[:, 4] = list(map(_native.FLOATS.index, map(attrgetter("dtype"), outs)))
+    if add and table[:, 4].any():
+        raise ValueError(f"{kernel}: got 16-bit outs, expected {torch.float32} to add to, or add=False")
     run = _native.run_failed if fails else _native.run
     return run(kernel, outs[0], table.ctypes.data, len(table), terms.ctypes.data) or 0
 
@@ -463,6 +467,18 @@ def quantize_decode_sum(
     n = out.numel()
     arguments = (table.ctypes.data, len(table), n, bits, min(bucket, max(1, n)), weight, add, *_native.floats(out))
     return _native.run_failed("quantize_decode_sum", out, *arguments)
+
+
+def elias_decode_sum(
+    streams: np.ndarray, nbytes: np.ndarray, norms: np.ndarray, out: Tensor, bits: int, bucket: int, weight: float,
+    add: bool,
+) -> int:  # fmt: skip
+    """`ops.elias_decode_sum` of streams at these addresses. Returns 1 plus the number of a corrupt one, or 0."""
+    table = np.empty((len(streams), 3), np.uint64)  # struct EliasTerm of csrc/common/elias.h
+    table[:, 0], table[:, 1], table[:, 2] = streams, nbytes, norms
+    n = out.numel()
+    arguments = (table.ctypes.data, len(table), n, bits, min(bucket, max(1, n)), weight, add, out.data_ptr())
+    return _native.run_failed("elias_decode_sum", out, *arguments)
 
 
 def natural_decode_sum(payloads: np.ndarray, out: Tensor, weight: float, add: bool) -> int:

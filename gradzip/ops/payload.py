@@ -64,8 +64,10 @@ class Payload(NamedTuple):
         return list(self.body[: sum(nbytes)].split_with_sizes(nbytes))
 
 
-def body_addresses(payloads: Sequence[Payload], nbytes: int) -> np.ndarray:
+def body_addresses(payloads: Sequence[Payload], nbytes: int | np.ndarray) -> np.ndarray:
     """The addresses of the bodies of payloads, each of which is to hold sections of `nbytes` bytes, and their padding.
+
+    nbytes: of all, or of each: Python's integers, where payloads tell, which do not overflow.
 
     Raises PayloadError, with its `index`, for the first one that does not.
     """
@@ -74,7 +76,7 @@ def body_addresses(payloads: Sequence[Payload], nbytes: int) -> np.ndarray:
     valid = (spare >= 0) & (spare < PAYLOAD_ALIGN)
     if not valid.all():
         index = int(valid.argmin())
-        raise _misfit(payloads[index], nbytes, index)
+        raise _misfit(payloads[index], np.broadcast_to(nbytes, spare.shape)[index], index)
     return groups.addresses(bodies)
 
 

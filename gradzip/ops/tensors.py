@@ -47,9 +47,11 @@ from .device import is_capturing as is_capturing
 from .device import known_non_finite as known_non_finite
 from .device import largest_magnitudes as largest_magnitudes
 from .device import on_device as on_device
+from .elias import BAD_STREAM as BAD_STREAM
 from .elias import elias_capacity as elias_capacity
 from .elias import elias_decode as elias_decode
 from .elias import elias_decode_add as elias_decode_add
+from .elias import elias_decode_sum as elias_decode_sum
 from .elias import elias_encode as elias_encode
 from .elias import elias_quantize as elias_quantize
 from .errors import PayloadError as PayloadError

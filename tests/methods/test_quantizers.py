@@ -7,6 +7,7 @@ import torch
 import gradzip
 from gradzip import ops
 from gradzip.memory.state import Key
+from gradzip.methods.base.gather import CodedSum
 from reference import padded, resnet20_gradients
 from single import decode, encode
 from unbiased import SHAPE, assert_unbiased, gradients
@@ -64,6 +65,29 @@ def test_elias_falls_back_to_packed_levels():
     payload = gradzip.QSGD(norm="max").encode(grad, Key(0, 0, "w", 0))
     assert payload.numel() == padded(48 + 4 * 8 + 64 * 64 // 2)
     assert torch.equal(decode(gradzip.QSGD(norm="max"), [payload], (64, 64)), grad)
+
+
+def test_elias_codes_and_packed_levels_are_added_in_rank_order():
+    qsgd = gradzip.QSGD(norm="max", bucket=64)
+    dense, sparse = torch.where(torch.randn(64, 64) > 0, 1.0, -1.0), torch.randn(64, 64) ** 9
+    grads = [sparse, dense, 2 * dense, 3 * sparse, -sparse, dense / 3]
+    payloads = [qsgd.encode(grad.view(-1), Key(0, 0, "w", rank)) for rank, grad in enumerate(grads)]
+    packed = 48 + 4 * 64 + 64 * 64 // 2
+    assert [payload.numel() == packed for payload in payloads] == [False, True, True, False, False, True]
+    expected = torch.zeros(64, 64)
+    for payload in payloads:
+        expected += decode(qsgd, [payload], (64, 64)) * torch.tensor(1 / 6)
+    torch.testing.assert_close(decode(qsgd, payloads, (64, 64)), expected, rtol=0, atol=0)
+    opened = qsgd.open_all(payloads, [64 * 64] * 6, 6)
+    for body, problem in ((256, "do not code its levels"), (0, "norm is negative")):
+        opened[3].body[body : body + 4] = 255
+        with pytest.raises(gradzip.PayloadError, match=problem) as refused:
+            qsgd.sum_all([CodedSum([torch.empty(64 * 64)], opened, 1 / 6)])
+        assert refused.value.index == 3
+    opened[4].body[:4] = opened[1].body[:4] = 255
+    with pytest.raises(gradzip.PayloadError, match="the norm of a bucket is negative") as refused:
+        qsgd.sum_all([CodedSum([torch.empty(64 * 64)], opened, 1 / 6)])
+    assert refused.value.index == 1
 
 
 # --- TernGrad

@@ -653,9 +653,15 @@ def test_quantization(on_device, n, bits, bucket, norm):
             ops.quantize_decode_sum([(packed, norms), (packed, other)], total, bits, bucket, 0.3)
             return total
 
-        on_device.same(decode_sum, packed, norms, 3 * norms)
-        if n:
-            assert on_device(decode_sum, packed, norms, non_finite)[-1].isnan()
+        def elias_sum(stream, norms, other):
+            total = torch.full((n,), 7.0, device=stream.device)
+            ops.elias_decode_sum([(stream, norms), (stream, other)] * 20, total, bits, bucket, 0.3)
+            return total
+
+        for sum_of, body in ((decode_sum, packed), (elias_sum, stream)):
+            on_device.same(sum_of, body, norms, 3 * norms)
+            if n:
+                assert on_device(sum_of, body, norms, non_finite)[-1].isnan()
     if n:
         with pytest.raises(ValueError, match="got a level beyond"):
             on_device(ops.dequantize, torch.full((n,), 1 << bits, dtype=torch.int32), norms, bits, bucket)

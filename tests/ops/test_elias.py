@@ -9,11 +9,13 @@ from gradzip.ops import (
     elias_capacity,
     elias_decode,
     elias_decode_add,
+    elias_decode_sum,
     elias_encode,
     elias_quantize,
     packed_nbytes,
     quantize,
     quantize_decode_add,
+    quantize_decode_sum,
     quantize_packed,
 )
 from mutation import mutate
@@ -92,6 +94,58 @@ def test_fused_is_quantize_then_encode(bits, bucket, norm):
         expected = torch.ones(n)
         quantize_decode_add(packed, norms, expected, bits, bucket, 0.3)
         assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("ranks", [0, 1, 2, 3, 8, 33])
+@pytest.mark.parametrize("bits, bucket", [(2, 512), (4, 7), (16, 40000)])
+def test_sum_of_ranks(bits, bucket, ranks, add):
+    """The bits of packed levels, also of the signs of zeros."""
+    for n in (0, 1, 33, 4097, 20000):
+        xs = [sliced(arrays(n, seed)["heavy-tailed"]) for seed in range(ranks)]
+        terms = [elias_quantize(x, bits, bucket, "l2", seed) for seed, x in enumerate(xs)]
+        packed = [quantize_packed(x, bits, bucket, "l2", seed) for seed, x in enumerate(xs)]
+        start = torch.randn(n) if add else torch.zeros(n)
+        expected = start.clone()
+        if add:
+            for one in packed:
+                quantize_decode_add(*one, expected, bits, bucket, -1 / 3)
+        else:
+            quantize_decode_sum(packed, expected, bits, bucket, -1 / 3)
+        out = Guarded(n, torch.float32)
+
+        def run(terms=terms, start=start, out=out):
+            elias_decode_sum(terms, out.out.copy_(start if add else start + 7), bits, bucket, -1 / 3, add)
+            return out.out.clone()
+
+        assert torch.equal(same_everywhere(run).view(torch.int32), expected.view(torch.int32)) and out.intact()
+
+
+def test_sums_of_invalid_terms_are_refused():
+    """With the index of the first one whose norms or sizes are wrong, else of the first one with a wrong chunk."""
+    n = 20000
+    good = [elias_quantize(torch.randn(n), 4, key=key) for key in range(4)]
+
+    def refused(changes, unchanged):
+        terms, out = list(good), torch.ones(n)
+        for index, term in changes.items():
+            terms[index] = term
+        with pytest.raises(PayloadError) as error:
+            elias_decode_sum(terms, out, 4)
+        assert not unchanged or (out == 1).all()
+        return error.value.index
+
+    stream, norms = good[0]
+    last, first = stream.clone(), stream.clone()
+    last[-8:] = 0  # too many zeros for a code
+    first[2 * 5 :][:8] = 0
+    bad_norms = norms.clone()
+    bad_norms[-1] = -1.0
+    assert refused({1: (last, norms), 3: (first, norms)}, unchanged=False) == 1
+    assert refused({1: (first, norms), 3: (last, norms)}, unchanged=False) == 1
+    assert refused({1: (first, norms), 2: (stream[:-1], norms), 3: (stream, bad_norms)}, unchanged=True) == 2
+    assert refused({2: (stream, bad_norms), 3: (stream[:-1], norms)}, unchanged=True) == 2
+    assert refused({3: (stream, norms[1:])}, unchanged=True) == 3
 
 
 def test_long_streams():

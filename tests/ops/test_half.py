@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gradzip import ops
+from gradzip.ops import groups
 from reference import same_everywhere
 
 HALF = [torch.float16, torch.bfloat16]
@@ -104,6 +105,18 @@ def test_sums_are_rounded_once(dtype):
 
     got = same_everywhere(lambda: tuple(sums(dtype)))
     assert all(same(g, expected.to(dtype)) for g, expected in zip(got, sums(torch.float32), strict=True))
+
+
+def test_groups_refuse_to_add_to_16_bit_floats():
+    x = torch.randn(32)
+    packed = ops.pack_signs(x)
+    columns = [groups.addresses([packed])[:, None], 0]
+    for out in (torch.zeros(32, dtype=torch.float16), torch.zeros(32, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="signs_decode_add: got 16-bit outs, expected torch.float32 to add to"):
+            groups.decode_sums("signs_decode_add", [out], True, columns, 1.0, fails=False)
+        assert not out.any()
+        groups.decode_sums("signs_decode_add", [out], False, columns, 1.0, fails=False)
+        assert out.abs().eq(1).all()
 
 
 def test_sums_that_would_be_rounded_twice_are_refused():

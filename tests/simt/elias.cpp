@@ -1,4 +1,4 @@
-// elias_encode, elias_decode, elias_quantize and elias_decode_add; invalid streams.
+// elias_encode, elias_decode, elias_quantize and elias_decode_sum; invalid streams.
 #include "check.h"
 
 #include "cpu/ops.h"
@@ -52,29 +52,40 @@ static void test_quantize(const simt::Buffer<float>& x, int64_t n, int bits, int
   const int64_t buckets = (n + bucket - 1) / bucket;
   const simt::Buffer<uint8_t> expected(capacity_of(n, bits));
   const simt::Buffer<float> expected_norms(buckets), expected_sum(simt::data(simt::Kind::normal, n));
+  const simt::Buffer<float> expected_many(n);
   int64_t nbytes;
   int32_t refused = 0;
   cpu::elias_quantize(x, n, bits, bucket, norm, 9, expected, expected.size(), expected_norms, &nbytes, 1);
-  cpu::elias_decode_add(expected, nbytes, expected_norms, n, bits, bucket, 0.3f, expected_sum, &refused, 1);
-  simt::expect_equal(refused, 0, "elias_decode_add on the CPU: failed");
+  const EliasTerm term{expected, nbytes, expected_norms};
+  // As many as a lane can have; of long vectors, as many as a row of chunks can have.
+  const std::vector<EliasTerm> many(n < 2000 ? 1 + size_t(n) % 33 : 5, term);
+  cpu::elias_decode_sum(&term, 1, n, bits, bucket, 0.3f, true, expected_sum, &refused, 1);
+  cpu::elias_decode_sum(many.data(), int64_t(many.size()), n, bits, bucket, 0.3f, false, expected_many, &refused, 1);
+  simt::expect_equal(refused, 0, "elias_decode_sum on the CPU: failed");
   simt::in_any_order(n, [&] {
     const simt::Buffer<uint8_t> out(nbytes, n % 4);
-    const simt::Buffer<float> norms(buckets), sum(simt::data(simt::Kind::normal, n), n % 3);
+    const simt::Buffer<float> norms(buckets), sum(simt::data(simt::Kind::normal, n), n % 3), sum_of_many(n);
     const simt::Buffer<int64_t> written(1);
     const simt::Buffer<int32_t> failed(std::vector<int32_t>{0});
     simt::call(cuda::elias_quantize, x, n, bits, bucket, norm, 9, out, nbytes, norms, written);
     simt::expect_equal(*written.get(), nbytes, "elias_quantize: nbytes, " + what);
     simt::expect_equal(norms.get(), expected_norms.get(), buckets, "elias_quantize: norms, " + what);
     simt::expect_equal(out.get(), expected.get(), nbytes, "elias_quantize, " + what);
-    simt::call(cuda::elias_decode_add, out, nbytes, norms, n, bits, bucket, 0.3f, sum, failed);
-    simt::expect_equal(sum.get(), expected_sum.get(), n, "elias_decode_add, " + what);
-    simt::expect_equal(*failed.get(), 0, "elias_decode_add: failed, " + what);
+    const EliasTerm coded{out, nbytes, norms};
+    std::vector<EliasTerm> terms(many.size(), coded);
+    simt::call(cuda::elias_decode_sum, &coded, 1, n, bits, bucket, 0.3f, true, sum, failed);
+    simt::expect_equal(sum.get(), expected_sum.get(), n, "elias_decode_sum onto other numbers, " + what);
+    simt::call(cuda::elias_decode_sum, terms.data(), int64_t(terms.size()), n, bits, bucket, 0.3f, false, sum_of_many,
+               failed);
+    simt::expect_equal(sum_of_many.get(), expected_many.get(), n, "elias_decode_sum, " + what);
+    simt::expect_equal(*failed.get(), 0, "elias_decode_sum: failed, " + what);
     if (n == 0) return;
     norms[buckets - 1] = -1.0f;
-    simt::call(cuda::elias_decode_add, out, nbytes, norms, n, bits, bucket, 0.3f, sum, failed);
-    simt::expect_equal(*failed.get(), 1, "elias_decode_add of a norm there is not: failed");
-    for (int64_t i = (buckets - 1) * bucket; i < n; ++i)
-      simt::expect_equal(std::isnan(sum[i]), true, "elias_decode_add of a norm there is not");
+    terms.insert(terms.begin(), term);
+    simt::call(cuda::elias_decode_sum, terms.data(), int64_t(terms.size()), n, bits, bucket, 0.3f, false, sum, failed);
+    simt::expect_equal(*failed.get(), 1, "elias_decode_sum of a norm there is not: failed");
+    for (int64_t i = 0; i < n; ++i)
+      simt::expect_equal(std::isnan(sum[i]), i >= (buckets - 1) * bucket, "elias_decode_sum of a norm there is not");
   });
 }
 
@@ -88,6 +99,7 @@ static void test_hostile(int64_t n, unsigned seed) {
   int64_t nbytes;
   cpu::elias_encode(codes.data(), n, bytes.data(), int64_t(bytes.size()), &nbytes, 1);
   bytes.resize(size_t(nbytes));
+  const simt::Buffer<uint8_t> whole(bytes);
   switch (seed % 4) {
     case 0:
       bytes.resize(random() % (bytes.size() + 1));
@@ -114,11 +126,20 @@ static void test_hostile(int64_t n, unsigned seed) {
   if (!refused) simt::expect_equal(back.get(), expected.get(), n, "elias_decode of other bytes");
   *norms.get() = 1.0f;
   *failed.get() = 0;
-  simt::call(cuda::elias_decode_add, stream, stream.size(), norms, n, 4, n, 1.0f, sum, failed);
-  simt::expect_equal(*failed.get(), refused, "elias_decode_add of other bytes: failed");
+  const EliasTerm good{whole, nbytes, norms}, other{stream, stream.size(), norms};
+  std::vector<EliasTerm> terms(1 + seed % 7, good);
+  terms[seed / 2 % terms.size()] = other;
+  const int64_t count = int64_t(terms.size());
+  simt::call(cuda::elias_decode_sum, terms.data(), count, n, 4, n, 1.0f, seed % 2 == 0, sum, failed);
+  simt::expect_equal(*failed.get(), refused, "elias_decode_sum of other bytes: failed");
   bool spoilt = false;
   for (int64_t i = 0; i < n; ++i) spoilt |= std::isnan(sum[i]);
-  simt::expect_equal(spoilt, refused != 0, "elias_decode_add of other bytes: NaN");
+  simt::expect_equal(spoilt, refused != 0, "elias_decode_sum of other bytes: NaN");
+  const simt::Buffer<float> on_cpu(simt::data(simt::Kind::normal, n));
+  int32_t index = 0;
+  cpu::elias_decode_sum(terms.data(), count, n, 4, n, 1.0f, seed % 2 == 0, on_cpu, &index, 1);
+  simt::expect_equal(index, refused ? 1 + int32_t(seed / 2 % terms.size()) : 0, "elias_decode_sum: the invalid term");
+  if (!refused) simt::expect_equal(sum.get(), on_cpu.get(), n, "elias_decode_sum of other bytes");
 }
 
 int main() {

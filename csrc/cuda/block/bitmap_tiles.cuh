@@ -85,8 +85,8 @@ GZ_DEVICE void for_each_bit(const uint8_t* bitmap, int64_t n, const int64_t* off
 // offsets[t] = counts[0] + ... + counts[t - 1] for t <= tiles; returns the total. counts[t] < 2^20. One block: tiles are
 // large, so there are few.
 constexpr int kScanBlock = 1024;
-template <int kThreads = kScanBlock>
-GZ_DEVICE int64_t scan_counts(const uint32_t* counts, int64_t tiles, int64_t* offsets) {
+template <int kThreads = kScanBlock, class Counts>
+GZ_DEVICE int64_t scan_counts(Counts counts, int64_t tiles, int64_t* offsets) {
   constexpr int kEach = 4;  // counts of a thread: most of the time goes to the sums over threads
   __shared__ uint32_t partial[kLanes];
   int64_t carry = 0;
