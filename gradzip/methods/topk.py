@@ -54,9 +54,6 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
     max_numel = INDEXED_NUMEL
     undone_on_device = True
 
-    def encode(self, grad: Tensor, key: Key) -> Tensor:
-        return self.encode_lists([[grad]], [key])[0]
-
     def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
         vectors = list(map(methodcaller("reshape", -1), map(itemgetter(0), lists)))
         numels = list(map(Tensor.numel, vectors))

@@ -111,6 +111,18 @@ def test_operations_of_two_matrices_and_a_bias(spec):
     assert counts.ops / STEPS <= stored_ops(SMALLEST)[spec], counts.names
 
 
+SCATTERED = [spec for spec in kinds.exchanged() if "scatter_reduce" in spec and counts_alike(gradzip.parse(spec))]
+
+
+@pytest.mark.parametrize("spec", SCATTERED)
+def test_partitions_are_sealed_together(spec):
+    """More ranks have more partitions, and no more seals."""
+    few, many = (
+        count(gradzip.parse(spec), SHAPES, ranks, "ddp", compute=False).names["payload_seal"] for ranks in (4, 8)
+    )
+    assert few == many > 0
+
+
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 def test_a_loss_scale_takes_a_wait_more(front_end):
     """For the scale, which a GradScaler keeps on the device."""
