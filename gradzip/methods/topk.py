@@ -252,6 +252,10 @@ class TopK(SparseCodec):
     def fixed_nbytes(self) -> bool:  # type: ignore[override]
         return self.select == "exact"
 
+    @property
+    def reads_half(self) -> bool:  # type: ignore[override]
+        return self.chunk is not None and not self.error_feedback  # what is compressed becomes the residual, float32
+
     def num_kept(self, numel: int, step: int) -> int:
         asked = numel, step, self.theta, self.chunk
         if self._last_k[0] != asked:

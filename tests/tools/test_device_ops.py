@@ -221,6 +221,21 @@ def test_gradients_of_16_bits_are_read_and_written_where_they_are(spec, apart):
     assert saved / numel == pytest.approx(saved_by_half(gradzip.parse(spec), apart), abs=0.1)
 
 
+@pytest.mark.parametrize(("apart", "saved"), [(False, 2 + 4 + 4 - 2), (True, 4 + 4 - 2 - 2)])
+def test_chunks_of_16_bits_are_read_where_they_are(apart, saved):
+    """Without a residual. Else, a copy in float32 is written and read. Gradients that are apart are joined anyway."""
+    compressor = gradzip.TopK(theta=0.9, bits=2, chunk=256, error_feedback=False)
+    shapes = {"a": torch.Size((129, 200)), "bias": torch.Size((8,)), "c": torch.Size((61, 201))}
+    if not apart:
+        del shapes["bias"]
+    averages, _, counts = ddp_averages(compressor.clone(), shapes, torch.bfloat16, steps=3)
+    with mock.patch.object(gradzip.TopK, "reads_half", False):
+        expected, _, of_copy = ddp_averages(compressor.clone(), shapes, torch.bfloat16, steps=3)
+    assert all(map(torch.equal, averages, expected))
+    bytes_saved = of_copy.read + of_copy.written - counts.read - counts.written
+    assert bytes_saved / sum(map(torch.Size.numel, shapes.values())) == pytest.approx(saved, abs=0.1)
+
+
 @pytest.mark.parametrize("spec", kinds.params(SPECS, kinds.FIRST))
 def test_counts_do_not_depend_on_values(spec):
     """Counts are the same if large tensors are not computed."""
