@@ -114,7 +114,10 @@ def test_operations_of_two_matrices_and_a_bias(spec):
 SCATTERED = [spec for spec in kinds.exchanged() if "scatter_reduce" in spec and counts_alike(gradzip.parse(spec))]
 
 
-@pytest.mark.parametrize("spec", SCATTERED)
+SELECTIONS = [f"topk:theta=0.9,{more},exchange=scatter_reduce" for more in ("bits=2,chunk=256", "select=sampled")]
+
+
+@pytest.mark.parametrize("spec", [*SCATTERED, *SELECTIONS])
 def test_partitions_are_sealed_together(spec):
     """More ranks have more partitions, and no more seals."""
     few, many = (
