@@ -138,7 +138,7 @@ KERNEL_WITH_WORKSPACE(index_code_decode_add, const WeightedSum* table, int64_t c
 // chunk_topk.h): their indices, ascending, ties to the lower index, and the chunk's record, with the levels and codes
 // of their values. chunk is a multiple of 32, kMostChunk at most; 1 <= k <= chunk. One read of x.
 // On CUDA: *failed, which may be null, is not written if nothing fails. Values of a chunk that fails are NaN.
-KERNEL(chunk_topk, const float* x, int64_t n, int64_t chunk, int64_t k, int32_t* indices, uint8_t* records);
+KERNEL(chunk_topk, const void* x, int dtype, int64_t n, int64_t chunk, int64_t k, int32_t* indices, uint8_t* records);
 // The values of records of n elements. *failed: a chunk's levels are not those of finite numbers.
 KERNEL(chunk_topk_values, const uint8_t* records, int64_t n, int64_t chunk, int64_t k, float* values, int32_t* failed);
 

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 
+#include "cpu/half.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
@@ -117,22 +118,30 @@ void encode(const float* x, const int32_t* kept, const uint32_t* magnitudes, int
   std::memcpy(record, words, size_t(chunk_words(count)) * 4);
 }
 
-}  // namespace
-
-void chunk_topk(const float* x, int64_t n, int64_t chunk, int64_t k, int32_t* indices, uint8_t* records, int threads) {
+template <class T>
+void encode_chunks(const T* x, int64_t n, int64_t chunk, int64_t k, int32_t* indices, uint8_t* records, int threads) {
   const int64_t record = 4 * chunk_words(k);
   parallel_chunks(ceil_div(n, chunk), std::max<int64_t>(1, kChunk / chunk), threads,
                   [&](int64_t, int64_t begin, int64_t end) {
                     uint32_t magnitudes[kMostChunk];
+                    float buffer[kMostChunk];
                     for (int64_t c = begin; c < end; ++c) {
                       const int64_t first = c * chunk;
                       const int size = int(std::min(chunk, n - first)), count = int(chunk_count(size, chunk, k));
                       int32_t* kept = indices + c * k;
-                      largest_of_chunk(x + first, size, count, kept, magnitudes);
-                      encode(x + first, kept, magnitudes, count, records + c * record);
+                      const float* values = as_floats(x + first, size, buffer);
+                      largest_of_chunk(values, size, count, kept, magnitudes);
+                      encode(values, kept, magnitudes, count, records + c * record);
                       for (int i = 0; i < count; ++i) kept[i] += int32_t(first);
                     }
                   });
+}
+
+}  // namespace
+
+void chunk_topk(const void* x, int dtype, int64_t n, int64_t chunk, int64_t k, int32_t* indices, uint8_t* records,
+                int threads) {
+  typed(x, dtype, [&](auto* of) { encode_chunks(of, n, chunk, k, indices, records, threads); });
 }
 
 void chunk_topk_values(const uint8_t* records, int64_t n, int64_t chunk, int64_t k, float* values, int32_t* failed,

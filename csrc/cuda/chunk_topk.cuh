@@ -14,6 +14,11 @@ constexpr int kMostCandidates = kBlock;
 static_assert(kCodeWords == kBlock, "each thread clears one");
 
 // This thread's elements of a chunk of n elements; 0 past its end.
+template <class T>
+GZ_DEVICE void load_mine(const T* chunk, int n, float* value) {
+#pragma unroll
+  for (int j = 0; j < kMine; j += 4) load4(chunk, kMine * int(threadIdx.x) + j, n, value + j);
+}
 GZ_DEVICE void load_mine(const float* chunk, int n, float* value) {
   const int left = n - kMine * int(threadIdx.x);
   const float* at = chunk + kMine * threadIdx.x;
@@ -66,7 +71,8 @@ GZ_DEVICE void for_each_set(uint32_t bits, F f) {
   for (; bits; bits &= bits - 1) f(__ffs(int(bits)) - 1);
 }
 
-__global__ void __launch_bounds__(kBlock) chunk_topk_kernel(const float* x, int64_t n, int64_t chunks, int64_t chunk,
+template <class T>
+__global__ void __launch_bounds__(kBlock) chunk_topk_kernel(const T* x, int64_t n, int64_t chunks, int64_t chunk,
                                                             int64_t k, int32_t* indices, uint32_t* records) {
   __shared__ uint64_t sums[kBlock / kLanes];
   __shared__ uint32_t partial[kBlock / kLanes], codes[kCodeWords], largest, listed, reached;
@@ -76,7 +82,7 @@ __global__ void __launch_bounds__(kBlock) chunk_topk_kernel(const float* x, int6
     const int size = int(left < chunk ? left : chunk), mine = kMine * int(threadIdx.x);
     const int count = int(chunk_count(size, chunk, k));
     float value[kMine];
-    const float* own = x + first + mine;
+    const T* own = x + first + mine;
     const uint32_t inside = size - mine >= kMine ? (1u << kMine) - 1 : size > mine ? (1u << (size - mine)) - 1 : 0u;
     load_mine(x + first, size, value);
     uint32_t top = 0;
@@ -89,7 +95,7 @@ __global__ void __launch_bounds__(kBlock) chunk_topk_kernel(const float* x, int6
     const uint32_t reach = reaching(value, lower_bound(top, count)) & inside;
     uint32_t to = reach ? atomicAdd(&listed, uint32_t(__popc(reach))) : 0u;
     if (to + uint32_t(__popc(reach)) <= uint32_t(kMostCandidates))
-      for_each_set(reach, [&](int j) { candidates[to++] = magnitude(__ldg(own + j)); });
+      for_each_set(reach, [&](int j) { candidates[to++] = magnitude(load1(own + j)); });
     top = warp_max(top);
     if (lane() == 0) atomicMax(&largest, top);
     __syncthreads();
@@ -116,14 +122,14 @@ __global__ void __launch_bounds__(kBlock) chunk_topk_kernel(const float* x, int6
     const ChunkUnit unit = chunk_unit(largest);
     const bool finite = largest < kInfBits;
     uint64_t sum = 0;
-    if (finite) for_each_set(kept, [&](int j) { sum += chunk_share(magnitude(__ldg(own + j)), unit); });
+    if (finite) for_each_set(kept, [&](int j) { sum += chunk_share(magnitude(load1(own + j)), unit); });
     sum = block_sum(sum, sums);
     uint64_t high = 0;  // the sum of those above the mean, and from bit 40 on their number
     int next = at;
     for_each_set(kept, [&](int j) {
       indices[c * k + next] = int32_t(first) + mine + j;
       if (finite) {
-        const float v = __ldg(own + j);
+        const float v = load1(own + j);
         const uint32_t share = chunk_share(magnitude(v), unit);
         const bool is_high = above_mean(share, sum, uint64_t(count));
         if (is_high) high += share + (uint64_t(1) << 40);

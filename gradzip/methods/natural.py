@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from torch import Tensor
 
@@ -45,14 +46,19 @@ class Natural(GatherCompressor):
     undone_on_device = True
     reads_half = writes_half = True
 
-    def encode(self, grad: Tensor, key: Key) -> Tensor:
+    def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
+        seals = list(map(self._unsealed, map(itemgetter(0), lists), keys))
+        return ops.seal_payloads(seals, method=self.number, digest=self.digest)
+
+    def _unsealed(self, grad: Tensor, key: Key) -> ops.Seal:
+        """The payload of a vector, to be sealed."""
         numel = grad.numel()
         payload = ops.new_payload(ops.natural_nbytes(numel), grad.device)
         body = payload[ops.HEADER_NBYTES :][: ops.natural_nbytes(numel)]
         _, largest = ops.natural_encode(grad, key.bits, out=body)
         if ops.known_non_finite(largest):
-            return self.non_finite(numel, grad.device)
-        return self.seal(ops.Seal(payload, numel, magnitudes=largest))
+            payload = ops.new_payload(0, grad.device)
+        return ops.Seal(payload, numel, magnitudes=largest)
 
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
         for coded in sums:

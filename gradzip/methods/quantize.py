@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 import torch
@@ -82,10 +82,16 @@ class QSGD(GatherCompressor):
     def writes_half(self) -> bool:  # type: ignore[override]
         return self.fixed_nbytes  # Elias codes are added to float32
 
-    def encode(self, grad: Tensor, key: Key) -> Tensor:
-        numel, magnitude = grad.numel(), ops.abs_max_tensor(grad)
+    def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
+        vectors = list(map(itemgetter(0), lists))
+        seals = list(map(self._unsealed, vectors, keys, groups.abs_max(vectors)))
+        return ops.seal_payloads(seals, method=self.number, digest=self.digest)
+
+    def _unsealed(self, grad: Tensor, key: Key, magnitude: Tensor) -> ops.Seal:
+        """The payload of a vector, whose largest magnitude is given, to be sealed."""
+        numel = grad.numel()
         if ops.known_non_finite(magnitude):
-            return self.non_finite(numel, grad.device)
+            return ops.Seal(ops.new_payload(0, grad.device), numel, magnitudes=magnitude)
         arguments = (self.bits, self.bucket, self.norm, key.bits)
         norms_end, nbytes = self._ends(numel)
         stream = None
@@ -103,7 +109,7 @@ class QSGD(GatherCompressor):
             body[:norms_end] = norms.view(torch.uint8)
             body[norms_end : norms_end + nbytes] = stream
         fields = _STREAM.pack(nbytes, stream is not None)
-        return self.seal(ops.Seal(payload, numel, fields, magnitudes=magnitude))
+        return ops.Seal(payload, numel, fields, magnitudes=magnitude)
 
     def fields_of(self, shapes: Sequence[torch.Size], key: Key) -> bytes:
         return _STREAM.pack(self._ends(sum(map(math.prod, shapes)))[1], False)

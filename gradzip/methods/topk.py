@@ -54,9 +54,6 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
     max_numel = INDEXED_NUMEL
     undone_on_device = True
 
-    def encode(self, grad: Tensor, key: Key) -> Tensor:
-        return self.encode_lists([[grad]], [key])[0]
-
     def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
         vectors = list(map(methodcaller("reshape", -1), map(itemgetter(0), lists)))
         numels = list(map(Tensor.numel, vectors))
@@ -255,6 +252,10 @@ class TopK(SparseCodec):
     def fixed_nbytes(self) -> bool:  # type: ignore[override]
         return self.select == "exact"
 
+    @property
+    def reads_half(self) -> bool:  # type: ignore[override]
+        return self.chunk is not None and not self.error_feedback  # what is compressed becomes the residual, float32
+
     def num_kept(self, numel: int, step: int) -> int:
         asked = numel, step, self.theta, self.chunk
         if self._last_k[0] != asked:
@@ -264,27 +265,28 @@ class TopK(SparseCodec):
     def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
         if self.chunk is None and self.select == "exact":
             return super().encode_lists(lists, keys)
-        encode = self._encode_sample if self.chunk is None else self._encode_chunks
-        return [encode(part.reshape(-1), key) for (part,), key in zip(lists, keys)]
+        vectors = list(map(methodcaller("reshape", -1), map(itemgetter(0), lists)))
+        ks = list(map(self.num_kept, map(Tensor.numel, vectors), map(attrgetter("step"), keys)))
+        if self.chunk is None:
+            return self._encode_samples(vectors, ks, keys)
+        return self._encode_chunks(vectors, ks, [self.chunk] * len(ks))
 
-    def _encode_sample(self, flat: Tensor, key: Key) -> Tensor:
-        numel = flat.numel()
-        selection, k = ops.select_sampled(flat, self.num_kept(numel, key.step), key.bits)
-        marks, drafts = ops.bitmap(flat, selection), self.drafts([k], [numel], flat.device)
-        ops.compact_values(flat, marks, k, out=drafts.values[0])
-        return self.complete(drafts, [ops.bitmap_indices(marks, numel, k)])[0]
+    def _encode_samples(self, vectors: Sequence[Tensor], ks: Sequence[int], keys: Sequence[Key]) -> list[Tensor]:
+        numels, seeds = list(map(Tensor.numel, vectors)), map(attrgetter("bits"), keys)
+        selections, found = zip(*map(ops.select_sampled, vectors, ks, seeds))
+        marks, drafts = list(map(ops.bitmap, vectors, selections)), self.drafts(found, numels, vectors[0].device)
+        for vector, bits, k, values in zip(vectors, marks, found, drafts.values):
+            ops.compact_values(vector, bits, k, out=values)
+        return self.complete(drafts, list(map(ops.bitmap_indices, marks, numels, found)))
 
     # --- chunks
 
-    def _encode_chunks(self, flat: Tensor, key: Key) -> Tensor:
-        chunk, numel = self.chunk, flat.numel()
-        assert chunk is not None
-        k = self.num_kept(numel, key.step)
-        nbytes, count = ops.chunk_topk_nbytes(numel, k, chunk), ops.chunk_topk_count(numel, k, chunk)
-        drafts = self._drafts([nbytes], [count], [numel], flat.device)
-        indices, records = ops.chunk_topk(flat, k, chunk, records=drafts.packed[0])
-        magnitudes = ops.chunk_topk_max_level(records, k)
-        return self.complete(drafts._replace(ks=[k]), [indices], [magnitudes])[0]
+    def _encode_chunks(self, vectors: Sequence[Tensor], ks: Sequence[int], chunks: Sequence[int]) -> list[Tensor]:
+        numels = list(map(Tensor.numel, vectors))
+        nbytes = list(map(ops.chunk_topk_nbytes, numels, ks, chunks))
+        drafts = self._drafts(nbytes, list(map(ops.chunk_topk_count, numels, ks, chunks)), numels, vectors[0].device)
+        indices, records = zip(*map(ops.chunk_topk, vectors, ks, chunks, drafts.packed))
+        return self.complete(drafts._replace(ks=ks), indices, list(map(ops.chunk_topk_max_level, records, ks)))
 
     def values_nbytes(self, k: int, numel: int) -> int:
         if self.chunk is None:

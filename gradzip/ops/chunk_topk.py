@@ -32,9 +32,9 @@ def chunk_topk_nbytes(numel: int, k: int, chunk: int) -> int:
 def chunk_topk(x: Tensor, k: int, chunk: int, records: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Find the k elements of largest magnitude of each chunk, in one pass. Return (indices, records).
 
-    x: n < 2^31 elements, float32; chunk: a multiple of 32, 4096 at most; 1 <= k <= chunk. indices: int32, ascending,
-    `chunk_topk_count` of them. records: uint8 of `chunk_topk_nbytes`, or the memory for them. Of equal magnitudes,
-    those of lowest index are taken; NaN counts as larger than infinity.
+    x: n < 2^31 elements, float32, float16 or bfloat16; chunk: a multiple of 32, 4096 at most; 1 <= k <= chunk. indices:
+    int32, ascending, `chunk_topk_count` of them. records: uint8 of `chunk_topk_nbytes`, or the memory for them. Of
+    equal magnitudes, those of lowest index are taken; NaN counts as larger than infinity.
 
     A record is two levels, bfloat16, and for each element kept 2 bits: its sign and its level. The levels are the means
     of the magnitudes at most, and of those above, the mean of the kept magnitudes: their squared error is the least for
@@ -46,7 +46,7 @@ def chunk_topk(x: Tensor, k: int, chunk: int, records: Tensor | None = None) -> 
     """
     what = "chunk_topk"
     check_chunk(chunk, what)
-    x = _native.check(x, torch.float32, f"{what}: x")
+    x = _native.check(x, _native.FLOATS, f"{what}: x")
     n = x.numel()
     if not 1 <= k <= chunk:
         raise ValueError(f"{what}: got k = {k}, expected 1 to {chunk} (the elements of a chunk)")
@@ -57,7 +57,7 @@ def chunk_topk(x: Tensor, k: int, chunk: int, records: Tensor | None = None) -> 
     records = _native.output(records, nbytes, torch.uint8, x.device, f"{what}: records")
     if n:
         records[-4 * -(-k // 16) :].zero_()  # the last chunk may have fewer codes
-        _native.run(what, x, x.data_ptr(), n, chunk, k, indices.data_ptr(), records.data_ptr())
+        _native.run(what, x, *_native.floats(x), n, chunk, k, indices.data_ptr(), records.data_ptr())
     return indices, records
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import _native, replays
-from .abs_max import abs_max_all
+from .abs_max import abs_max_tensor
 from .range_float import WORDS, RangeFloat
 from .restore import pattern_of
 
@@ -284,9 +284,9 @@ def decode_sums(
 
 
 def abs_max(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """`ops.abs_max_all`."""
-    if not tensors[0].is_cuda:
-        return abs_max_all(tensors)
+    """`ops.abs_max_tensor` of each tensor. Those of float32 on CUDA take one call."""
+    if not tensors[0].is_cuda or tensors[0].dtype != torch.float32:
+        return list(map(abs_max_tensor, tensors))
     most = torch.empty(len(tensors), dtype=torch.float32, device=tensors[0].device)
     rows = [(x.data_ptr(), x.numel(), 1) for x in tensors]
     table = np.array(rows, np.int64)  # struct Matrix of csrc/common/orthogonalize.h

@@ -13,7 +13,8 @@ HALF = [torch.float16, torch.bfloat16]
 READERS = kinds.examples(lambda c: c.reads_half and getattr(c, "exchange", None) != "auto")
 
 MOMENTA = ["momentum:inner=topk(theta=0.9),beta=0.5", "momentum:inner=acpsgd"]
-OTHERS = ["signsgd", "topk", "fft-range", "randomk:theta=0.9,error_feedback=False"]
+CHUNKS = "topk:theta=0.9,bits=2,chunk=256,error_feedback=False"
+OTHERS = ["signsgd", "topk", "fft-range", "randomk:theta=0.9,error_feedback=False", CHUNKS]
 
 
 def grads_of(rank, step, dtype):
@@ -29,7 +30,9 @@ def adjacent(grads):
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("spec", kinds.params([*kinds.with_other_exchanges(READERS), *OTHERS]))
+@pytest.mark.parametrize(
+    "spec", kinds.params([*kinds.with_other_exchanges(READERS), *OTHERS, f"{CHUNKS},exchange=scatter_reduce"])
+)
 def test_averages_are_those_in_float32_rounded_once(spec, size, dtype):
     """Steps of a group, in one piece of memory or several; one step is skipped. Residuals are equal, too."""
     half, wide = (gradzip.LocalGroup(gradzip.parse(spec), size) for _ in range(2))

@@ -783,6 +783,8 @@ def test_natural(on_device, n):
 @pytest.mark.parametrize("k, chunk", [(61, 4096), (7, 96), (256, 256)])
 def test_chunk_topk(on_device, n, k, chunk):
     for x in inputs(n):
+        for half in (torch.bfloat16, torch.float16):
+            on_device.same(ops.chunk_topk, x.to(half), k, chunk)
         _, records = on_device.same(ops.chunk_topk, x, k, chunk)
         if not n:
             continue

@@ -36,6 +36,9 @@ def test_readers_see_the_float32_numbers(dtype):
             yield torch.nan_to_num(ops.abs_max_tensor(x), 7.0)  # NaN has other bits
             yield ops.natural_encode(x[x.isfinite()], 5)[0]  # others have any code
             yield ops.ternary_packed(x, 20.0, 15.0, 5)
+            for k, chunk in ((7, 96), (61, 4096), (4096, 4096)):
+                yield ops.chunk_topk(x, k, chunk)[1]
+                yield ops.chunk_topk(x[x.isfinite()], k, chunk)[0]  # which NaN is the largest depends on its bits
             for bits, key in ((8, 3), (4, None), (2, None)):
                 yield ops.block_float_encode(x, bits, 32, key, residual=residual, error=error)
                 yield error.clone()

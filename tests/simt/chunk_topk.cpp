@@ -6,14 +6,16 @@
 
 using namespace gradzip;
 
-static void test(const simt::Buffer<float>& x, int64_t n, int64_t chunk, int64_t k) {
+template <class T>
+static void test(const simt::Buffer<T>& x, int64_t n, int64_t chunk, int64_t k) {
+  const int dtype = dtype_of(x);
   const std::string what = "chunk = " + std::to_string(chunk) + ", k = " + std::to_string(k);
   const int64_t chunks = (n + chunk - 1) / chunk, words = chunks * chunk_words(k), last = n % chunk;
   const int64_t kept = n / chunk * k + (last ? chunk_count(last, chunk, k) : 0);
   const simt::Buffer<int32_t> expected(kept);
   const simt::Buffer<uint32_t> expected_records(words);
   auto* const records = reinterpret_cast<uint8_t*>(expected_records.get());
-  cpu::chunk_topk(x, n, chunk, k, expected, records, 1);
+  cpu::chunk_topk(x, dtype, n, chunk, k, expected, records, 1);
   const simt::Buffer<float> expected_values(kept);
   int32_t expected_failed = 0;
   cpu::chunk_topk_values(records, n, chunk, k, expected_values, &expected_failed, 1);
@@ -21,7 +23,7 @@ static void test(const simt::Buffer<float>& x, int64_t n, int64_t chunk, int64_t
     const simt::Buffer<int32_t> indices(kept);
     const simt::Buffer<uint32_t> got(words);
     const simt::Buffer<float> values(kept);
-    cuda::chunk_topk(x, n, chunk, k, indices, reinterpret_cast<uint8_t*>(got.get()), nullptr);
+    cuda::chunk_topk(x, dtype, n, chunk, k, indices, reinterpret_cast<uint8_t*>(got.get()), nullptr);
     simt::expect_equal(indices.get(), expected.get(), kept, "chunk_topk: indices, " + what);
     simt::expect_equal(got.get(), expected_records.get(), words, "chunk_topk: records, " + what);
     int32_t failed = 0;
@@ -41,9 +43,14 @@ int main() {
   for (int64_t n : simt::kSizes)
     for (simt::Kind kind : simt::kKinds) {
       if (n > 10000 && kind != simt::Kind::ties && kind != simt::Kind::wild) continue;
-      const simt::Buffer<float> x(simt::data(kind, n), n % 4);
-      for (const auto& [chunk, k] : sizes)
+      const std::vector<float> x = simt::data(kind, n);
+      for (const auto& [chunk, k] : sizes) {
         if (n < 2000 || (chunk == 4096 && (k < chunk || n < 10000)) || (chunk == 256 && n < 10000))
-          test(x, n, chunk, k);
+          test(simt::Buffer<float>(x, n % 4), n, chunk, k);
+        if (n < 2000 || (chunk == 4096 && k < chunk && kind == simt::Kind::wild)) {
+          test(simt::Buffer<BFloat16>(simt::as<BFloat16>(x), n % 4), n, chunk, k);
+          test(simt::Buffer<Float16>(simt::as<Float16>(x), n % 4), n, chunk, k);
+        }
+      }
     }
 }

@@ -111,6 +111,21 @@ def test_operations_of_two_matrices_and_a_bias(spec):
     assert counts.ops / STEPS <= stored_ops(SMALLEST)[spec], counts.names
 
 
+SCATTERED = [spec for spec in kinds.exchanged() if "scatter_reduce" in spec and counts_alike(gradzip.parse(spec))]
+
+
+SELECTIONS = [f"topk:theta=0.9,{more},exchange=scatter_reduce" for more in ("bits=2,chunk=256", "select=sampled")]
+
+
+@pytest.mark.parametrize("spec", [*SCATTERED, *SELECTIONS])
+def test_partitions_are_sealed_together(spec):
+    """More ranks have more partitions, and no more seals."""
+    few, many = (
+        count(gradzip.parse(spec), SHAPES, ranks, "ddp", compute=False).names["payload_seal"] for ranks in (4, 8)
+    )
+    assert few == many > 0
+
+
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 def test_a_loss_scale_takes_a_wait_more(front_end):
     """For the scale, which a GradScaler keeps on the device."""
@@ -207,6 +222,21 @@ def test_gradients_of_16_bits_are_read_and_written_where_they_are(spec, apart):
     assert counts.ops <= of_wide.ops + 2  # for the numbers by which it is decided, of other types
     saved = of_wide.read + of_wide.written - counts.read - counts.written
     assert saved / numel == pytest.approx(saved_by_half(gradzip.parse(spec), apart), abs=0.1)
+
+
+@pytest.mark.parametrize(("apart", "saved"), [(False, 2 + 4 + 4 - 2), (True, 4 + 4 - 2 - 2)])
+def test_chunks_of_16_bits_are_read_where_they_are(apart, saved):
+    """Without a residual. Else, a copy in float32 is written and read. Gradients that are apart are joined anyway."""
+    compressor = gradzip.TopK(theta=0.9, bits=2, chunk=256, error_feedback=False)
+    shapes = {"a": torch.Size((129, 200)), "bias": torch.Size((8,)), "c": torch.Size((61, 201))}
+    if not apart:
+        del shapes["bias"]
+    averages, _, counts = ddp_averages(compressor.clone(), shapes, torch.bfloat16, steps=3)
+    with mock.patch.object(gradzip.TopK, "reads_half", False):
+        expected, _, of_copy = ddp_averages(compressor.clone(), shapes, torch.bfloat16, steps=3)
+    assert all(map(torch.equal, averages, expected))
+    bytes_saved = of_copy.read + of_copy.written - counts.read - counts.written
+    assert bytes_saved / sum(map(torch.Size.numel, shapes.values())) == pytest.approx(saved, abs=0.1)
 
 
 @pytest.mark.parametrize("spec", kinds.params(SPECS, kinds.FIRST))

@@ -76,6 +76,13 @@ GZ_DEVICE void store4(int32_t* out, int64_t first, int64_t n, const int32_t* val
     if (first + j < n) out[first + j] = value[j];
 }
 
+// *x, which the kernel does not change.
+GZ_DEVICE float load1(const float* x) { return __ldg(x); }
+template <class T>
+GZ_DEVICE float load1(const T* x) {
+  return to_float(T{__ldg(reinterpret_cast<const uint16_t*>(x))});
+}
+
 // The same of 16-bit floats, 8 bytes per load or store if the memory is aligned.
 template <class T>
 GZ_DEVICE void load4(const T* x, int64_t first, int64_t n, float* value) {
@@ -87,8 +94,7 @@ GZ_DEVICE void load4(const T* x, int64_t first, int64_t n, float* value) {
     return;
   }
 #pragma unroll
-  for (int j = 0; j < 4; ++j)
-    value[j] = first + j < n ? to_float(T{__ldg(reinterpret_cast<const uint16_t*>(x + first + j))}) : 0.0f;
+  for (int j = 0; j < 4; ++j) value[j] = first + j < n ? load1(x + first + j) : 0.0f;
 }
 
 // f(x[i]) once for each i < n, distributed over the grid.

@@ -73,8 +73,9 @@ class Piece(NamedTuple):
 class GatherCompressor(Compressor):
     """A method whose payloads cannot be added: a stateless codec, and the exchange of its payloads.
 
-    A codec of vectors defines `encode` and `decode_add`, or `sum_all` in place of the latter. A codec of lists of
-    tensors sets `vectors = False`, and defines `encode_all` and `sum_all`. A group has one payload, with one header.
+    A codec of vectors defines `encode`, or `encode_lists` in place of it, and `decode_add`, or `sum_all`. A codec of
+    lists of tensors sets `vectors = False`, and defines `encode_lists` and `sum_all`. A group has one payload, with one
+    header.
 
     Args:
         exchange: how payloads reach all p ranks.
@@ -121,16 +122,15 @@ class GatherCompressor(Compressor):
             parts: contiguous; float32, or as `reads_half` says.
             key: of random draws.
         """
-        (vector,) = parts
-        return self.encode(vector, key)
+        return self.encode_lists([parts], [key])[0]
 
     def encode(self, grad: Tensor, key: Key) -> Tensor:
         """`encode_all` for a vector."""
-        raise TypeError(f"{type(self).__name__}: got no `encode`, expected one of a codec of vectors")
+        return self.encode_all([grad], key)
 
     def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
         """`encode_all` for several lists of parts: the partitions of a group."""
-        return [self.encode_all(parts, key) for parts, key in zip(lists, keys)]
+        return [self.encode(vector, key) for (vector,), key in zip(lists, keys)]
 
     def encode_average(self, parts: Sequence[Tensor], key: Key) -> Tensor:
         """`encode_all` for the owner of a partition, who sends its average to all ranks."""

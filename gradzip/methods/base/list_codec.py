@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...memory.state import Key
 from ...ops import groups
 from ...ops import tensors as ops
 from .gather import CodedSum, GatherCompressor
@@ -63,9 +62,6 @@ class ListCodec(GatherCompressor):
     def count_numbers(shape: torch.Size) -> int:
         """How many numbers a tensor of this shape has."""
         return 1
-
-    def encode_all(self, parts: Sequence[Tensor], key: Key) -> Tensor:
-        return self.encode_lists([parts], [key])[0]
 
     def new_payloads(self, layout: Layout, device: torch.device) -> tuple[list[Tensor], np.ndarray]:
         """Payloads to be completed, and the address of each tensor's body (uint64)."""

@@ -124,9 +124,6 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
         plan, k = self._plan_and_k(shapes[0], key)
         return _FIELDS.pack(k, plan.axes, 0) + bytes(8)
 
-    def encode(self, grad: Tensor, key: Key) -> Tensor:
-        return self.encode_lists([[grad]], [key])[0]
-
     def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
         grads = [*itertools.chain.from_iterable(lists)]
         plans, ks = zip(*map(self._plan_and_k, map(attrgetter("shape"), grads), keys))
