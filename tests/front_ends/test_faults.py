@@ -12,6 +12,8 @@ from launch import environment, launcher, python, worker_path
 
 pytest.importorskip("horovod.torch")
 
+MOSTLY_WAIT = True
+
 # Horovod notices a closed connection at once. Its launcher kills processes that are alive 5 seconds after SIGTERM.
 SECONDS_TO_NOTICE = 10
 SECONDS_TO_END = 40

@@ -126,7 +126,8 @@ SAMPLE = ["barrier after clearing", "barrier in a branch", "a stratum too many"]
 def test_broken_kernels_are_caught(case, unless_passed):
     name, file, code, broken, message = BROKEN[case]
     edits = {f"cuda/{file}": (code, without_barriers(code) if broken is None else broken)}
-    flags = simt_build.SANITIZED if "overflow" in message else simt_build.PLAIN
+    detectors = {"misaligned": simt_build.SANITIZED, "overflow": simt_build.ADDRESS}
+    flags = next((detectors[error] for error in detectors if error in message), simt_build.PLAIN)
     unless_passed(simt_build.program_parts(name, edits, flags))
     result = run_program(simt_build.program(name, edits, flags))
     assert result.returncode != 0 and re.search(message, result.stderr), (result.returncode, result.stderr[-4000:])

@@ -26,9 +26,11 @@ CSRC = ROOT / "csrc"
 SIMT = ROOT / "tests" / "simt"
 CACHE = ROOT / "build" / "simt"
 
-PLAIN = ["-std=c++17", "-O1", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
-SANITIZED = [*PLAIN, "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-SANITIZED += ["-fno-sanitize=null,object-size,vptr"]  # the address sanitizer detects such accesses; compiles faster
+PLAIN = ["-std=c++17", "-Og", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
+ADDRESS = [*PLAIN, "-g1", "-fsanitize=address", "-fno-omit-frame-pointer"]
+SANITIZED = [*ADDRESS, "-fsanitize=undefined", "-fno-sanitize-recover=all"]
+# The address sanitizer detects accesses through such pointers; compiles faster.
+SANITIZED += ["-fno-sanitize=null,object-size,vptr,pointer-overflow"]
 RACES = [*PLAIN, "-g1", "-fsanitize=thread"]  # see tests/simt/races.h
 
 
@@ -184,7 +186,7 @@ def module() -> Path:
     for header in ("cuda_runtime.h", *(f"cuda/{stem}.cu" for stem in launchers())):
         include += ["-include", header]
     command = ["g++", *PLAIN, "-shared", "-fPIC", "-fvisibility=hidden", *include, str(SIMT / "module.cpp"), "-o"]
-    parts = [" ".join(command), *sources(CSRC, SIMT)]
+    parts = [" ".join(command), *sources(CSRC), *sorted(SIMT.glob("*.h")), SIMT / "module.cpp"]
     return cached("simt_cuda.so", parts, lambda target: run([*command, str(target)]))
 
 
