@@ -27,6 +27,9 @@ static_assert(sizeof(PayloadHeader) == 48, "the wire format");
 constexpr uint8_t kPayloadVersion = 2;
 constexpr uint64_t kPayloadAlign = 16;
 constexpr uint32_t kNonFinite = 1u;  // the gradient held an inf or a NaN: every rank's average becomes NaN
+// 2^127. A larger magnitude counts as infinite: an average, a float32 sum of terms weight * x, may overflow. A device
+// has to know that before it decodes one.
+constexpr uint32_t kMostMagnitudeBits = 0x7f000000u;
 
 // The slack, in units of kPayloadAlign, is the number of zeros at the end of a payload that follow the sections and
 // their padding. It is 0 unless a payload was written before the host knew how long its last section is.
@@ -49,7 +52,7 @@ GZ_HD uint32_t checksum_fold(uint64_t sum) { return uint32_t(sum ^ (sum >> 32));
 struct PayloadSeal {
   uint8_t* payload;
   PayloadHeader header;  // without the results and the checksum
-  const float* magnitudes;  // kNonFinite is set unless all are finite
+  const float* magnitudes;  // kNonFinite is set unless all are at most 2^127
   int64_t magnitude_count;
   const RangeFloat* number;  // its wire form becomes the last 8 bytes of the fields
   const float* scale;  // becomes the first 4 bytes of the fields
@@ -63,7 +66,7 @@ static_assert(sizeof(PayloadSeal) == 112, "gradzip/ops/payload.py writes it");
 GZ_HD int64_t add_results(const PayloadSeal& seal, PayloadHeader* header) {
   *header = seal.header;
   for (int64_t i = 0; i < seal.magnitude_count; ++i)
-    if ((float_bits(seal.magnitudes[i]) & 0x7fffffffu) >= kInfBits) header->flags |= kNonFinite;
+    if ((float_bits(seal.magnitudes[i]) & 0x7fffffffu) > kMostMagnitudeBits) header->flags |= kNonFinite;
   if (seal.scale) memcpy(header->fields, seal.scale, sizeof(float));
   if (seal.number) {
     const uint64_t wire = range_wire(*seal.number);

@@ -100,7 +100,13 @@ class Session:
         what: the function of the user's, for errors.
         in_background: whether its steps run in a thread of their own.
         waits: whether its steps wait for a device to know if they are skipped.
+
+    Attributes:
+        settles: whether nothing needs averages before `is_skipped`, and what that says of this rank is final: gradients
+            on a device may hold errors until then.
     """
+
+    settles = False
 
     def __init__(self, compressor: Compressor, what: str, in_background: bool = False, waits: bool = False) -> None:
         check_compressor(compressor, what)
@@ -123,6 +129,7 @@ class Session:
         self._telling: _Late | None = None  # what a device has to tell of it
         self._is_captured = False  # whether it is captured as a CUDA graph
         self.discards = False  # whether its averages are going to be thrown away
+        self._settles = False  # whether gradients may hold errors
         self._announced = 0.0  # the share of the ranks that have announced it
         self._in_step = False
 
@@ -265,6 +272,7 @@ class Session:
             self.discards = announcement is not None and announcement.depth > 0
             if self.discards:
                 self._check_announcement()
+            self._settles = self.settles and self.checks
             self._in_step = True
             self.compressor.memory.loss_scale.begin_step()
 
@@ -289,7 +297,8 @@ class Session:
         for i, group in enumerate(groups):
             self._told.append((group, list(map(parameters.__getitem__, group.indices))))
             self.groups[group] = None
-            routines[key, i] = group.average(list(map(gradients.__getitem__, group.indices)), rank, size, self.discards)
+            own = list(map(gradients.__getitem__, group.indices))
+            routines[key, i] = group.average(own, rank, size, self.discards, self._settles)
             if group.device not in self._replays and group.gradients[0].is_cuda:
                 self._count_replays(group)
         self.launch(key, routines, slot)
@@ -379,16 +388,22 @@ class Session:
         return self.compressor.memory.checks
 
     def is_skipped(
-        self, others: Sequence[Tensor] = (), agree: Callable[[Tensor], Tensor] | None = None, fills: bool = True
+        self,
+        others: Sequence[Tensor] = (),
+        agree: Callable[[Tensor], Tensor] | None = None,
+        fills: bool = True,
+        doubtful: Collection[int] = (),
     ) -> Verdict | bool:
         """Whether the step is skipped, because an average is not finite. If so, all averages on a device become NaN.
 
-        A device tells it in a `Verdict`, for which the host does not wait, unless the method needs to know.
+        A device tells it in a `Verdict`, for which the host does not wait, unless the method needs to know. Groups
+        whose gradients hold errors get their residuals and averages here.
 
         Args:
             others: averages of no group, and gradients that are not what a group has left.
             agree: from this rank's number, as of a `Verdict`, to that of all ranks that skip together.
             fills: whether others become NaN, too: optimizers of theirs are told.
+            doubtful: parameters, by `id`, that `complete` may get as discarded.
 
         Raises:
             PayloadError: if the host waits: a payload is corrupt. Otherwise the next step raises it.
@@ -400,12 +415,19 @@ class Session:
         skipped = not all(map(attrgetter("finite"), groups))
         if not skipped:
             skipped = not ops.all_finite([x for x in others if not x.is_cuda])
-        late, averages = self._watch(groups, others)
+        held, of_held = [group for group in groups if group.holds], []
+        late, averages = self._watch([group for group in groups if not group.holds], others)
         numbers = _largest(averages)
         for group in groups:
             numbers += group.numbers
             late.names += [group.names] * sum(map(len, group.numbers))
             late.inspected += group.inspected
+        if held:
+            magnitudes, number = _joined(numbers, skipped)
+            self._settle(held, number, doubtful)
+            of_held = [gradient for group in held for gradient in group.gradients]
+            late.names += [(name,) for group in held for name in group.names]
+            numbers = [magnitudes, *_largest(of_held)]
         if not numbers and agree is None:
             return skipped
         magnitudes, number = _joined(numbers or [torch.zeros(1, device=self.engine.device)], skipped)
@@ -415,7 +437,7 @@ class Session:
         if not number.is_cuda:
             return not math.isfinite(number)
         filled = len(averages) if fills else len(averages) - sum(x.is_cuda for x in others)
-        _restore(number, averages[:filled])
+        _restore(number, averages[:filled] + of_held)
         verdict = Verdict(number, magnitudes)
         self._is_captured = verdict.is_captured
         if not verdict.is_captured:  # what a replay finds out, nobody reads
@@ -429,6 +451,23 @@ class Session:
                 self.drop()
                 raise
         return skipped
+
+    def _settle(self, held: Sequence[Group], number: Tensor, doubtful: Collection[int]) -> None:
+        """Have residuals take the errors that gradients hold, if a number is finite; then write averages there."""
+        told = self._told if doubtful else ()
+        in_doubt = {group for group, parameters in told if any(id(p) in doubtful for p in parameters)}
+        residuals = [residual for group in held for residual in group.residuals(group in in_doubt)]
+        errors = [gradient for group in held for gradient in group.gradients]
+        infinite = number.lt(math.inf).logical_not_().reciprocal()  # if the number is finite; otherwise 1
+        _restore(infinite, residuals, errors)
+        replays.current.numbers = self._replays
+        try:
+            Round(self.compressor.traffic).advance({group: group.settle() for group in held})
+        except BaseException:
+            self.drop()
+            raise
+        finally:
+            replays.current.numbers = None
 
     def _mark_corrupt(self, groups: Sequence[Group]) -> None:
         """Where no step is skipped: make averages NaN of whose group a payload is not sound, and restore its state."""

@@ -141,6 +141,7 @@ class HookState:
 
     def _set_up(self, compressor: Compressor, process_group: dist.ProcessGroup | None, has_names: bool) -> None:
         self._session = Session(compressor, "HookState")
+        self._session.settles = True
         self.compressor = compressor
         self.process_group = process_group
         self._has_names = self._all_named = has_names
@@ -288,26 +289,45 @@ class HookState:
         self._session.drop()
 
     def _finish(self) -> None:
-        """Run the routines of all buckets to their ends, and end the step: all its collectives are done."""
-        futures, device = self._futures, self._futures[0][1].device
+        """Run the routines of all buckets to their ends."""
+        device = self._futures[0][1].device
         with self.compressor.streams.on_all(device):
             if self._finds_unused:
                 self._session.launch("used", {("used", 0): self._exchange_used(device)}, "used")
             self._session.finish("round")
+        if torch._C._current_graph_task_id() != -1 and torch._C._current_autograd_node() is not None:
+            queue_callback(self._end)  # the rest of the backward pass may fail
+        else:  # DDP waits now: on a rank that has joined, or in a callback, in the first pass of a static graph
+            self._end()
+
+    def _end(self) -> None:
+        """End the step: write the averages to DDP's buckets, and have it completed."""
+        try:
+            skipped = self._write_averages()
+        except BaseException:
+            self._drop()
+            raise
+        # DDP queues its own callback, which writes the gradients, after the last hook: a callback that the hook queues
+        # comes before it, and one that a callback queues behind it.
+        if torch._C._current_graph_task_id() == -1:
+            self._complete(skipped)
+        else:
+            queue_callback(lambda: self._complete(skipped))
+
+    def _write_averages(self) -> Verdict | bool:
+        """Write the averages to DDP's buckets. Returns whether the step is skipped."""
+        futures, device = self._futures, self._futures[0][1].device
+        with self.compressor.streams.on_all(device):
             sparse = [buffer._values() for _, buffer in futures if buffer.is_sparse]
-            self._session.end(skipped := self._session.is_skipped(sparse, fills=False))
+            skipped = self._session.is_skipped(sparse, fills=False, doubtful=self._discarded)
+            self._session.end(skipped)
             for number, view, former in [of for joined in self._joined for of in joined.former]:
                 if number in self._discarded:
                     view.copy_(former)
         # A future records an event of the current stream, which now waits for the home stream. DDP waits for the event.
         for future, buffer in futures:
             future.set_result(buffer)
-        # The hook runs outside of a backward pass on a rank that has joined. DDP queues its own callback, which writes
-        # the gradients, after the last hook: a callback that is queued by a callback comes behind it.
-        if torch._C._current_graph_task_id() == -1:
-            self._complete(skipped)
-        else:
-            queue_callback(lambda: queue_callback(lambda: self._complete(skipped)))
+        return skipped
 
     def _complete(self, skipped: Verdict | bool) -> None:
         """Complete the step: DDP has written the averages to the gradients."""

@@ -74,6 +74,7 @@ class OptimizerContext:
             )
         self.sums = op == hvd.Sum
         self.session = session
+        session.settles = not self.sums
         self._names = names = {p: original(name) for p, name in optimizer._parameter_names.items()}
         named = {name: parameter for parameter, name in names.items()}
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer._requires_update]
@@ -199,7 +200,7 @@ class OptimizerContext:
                 self.waiting, self.step = {}, None
             if step.sums:
                 torch._foreach_mul_(step.sums, self.engine.size)  # may overflow even if the averages have not
-            session.end(skipped := session.is_skipped(step.sums))
+            session.end(skipped := session.is_skipped(step.sums, doubtful=step.unused))
         step.is_over, step.skipped = True, skipped
         if not step.unused:  # else the last call of `decompress` does it
             self.complete(step)

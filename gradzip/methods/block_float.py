@@ -121,16 +121,20 @@ class BlockFloat(ErrorFeedback):
         else:
             yield from super().add_residual(group)
 
+    def holds(self, group: Group) -> bool:
+        return self.keeps_residual
+
     def reduce(self, group: Group) -> Routine:
         vector, state = group.vector, group.state
         key, (blocks, start, stop) = state.key(self.seed), self._partition(group)
         like = torch.empty(0, dtype=torch.float32, device=group.device)
-        if self.keeps_residual and state.next_residual is None:
+        if self.keeps_residual and state.next_residual is None and not group.holds:
             state.next_residual = state.renewed("residual", like, group.numel)
         residual = state.residual if self.keeps_residual else None
-        payload = self._encode(vector, key, blocks * group.size, state.next_residual, residual)
+        error = vector if group.holds else state.next_residual
+        payload = self._encode(vector, key, blocks * group.size, error, residual)
         group.release_parts()
-        del vector, residual
+        del vector, error, residual
         if group.size > 1:
             nbytes = payload.numel() // group.size
             received = yield AllToAll(payload, (nbytes,) * group.size, same_length=True)
@@ -148,6 +152,8 @@ class BlockFloat(ErrorFeedback):
                 state.owner_residual, state.owner_ranges = partition, [(start, stop)]
         payloads = yield Gather(payload, same_length=True)
         self._check(payloads, blocks)
+        if group.holds:  # a device has to know if averages are finite before they are decoded
+            group.numbers.append(ops.block_float_max_step(payloads, self.bits, self.block))
         if not self.looks(group):
             return _Average(payloads, 0.0)
         step = ops.block_float_max_step(payloads, self.bits, self.block)

@@ -136,6 +136,9 @@ class DGC(SparseCodec):
         # It becomes the velocity.
         return torch.empty(group.numel, dtype=dtype, device=group.device)
 
+    def holds(self, group: Group) -> bool:
+        return False  # there is a velocity, too
+
     def add_residual(self, group: Group) -> Routine:
         """Coroutine: the velocity u, and the residual v with it."""
         yield from ()

@@ -99,6 +99,9 @@ class FFTRange(TransformCodec):
         rows, length = transform_shape(numel, self.block)
         return rows * 2 * ((length + 1) // 2)
 
+    def row_length(self, transform: ops.Transform, numel: int) -> int:
+        return transform_shape(numel, self.block)[1] if transform is _PAIRS else transform.length
+
     def signals(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """The gradients, or their frequencies by torch.fft as pairs of real and imaginary parts."""
         flats = super().signals(grads)

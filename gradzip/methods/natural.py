@@ -26,7 +26,7 @@ class Natural(GatherCompressor):
 
     so that the sign and exponent of a float32 are sent, and its mantissa is the probability of the next exponent.
     Unbiased, and the variance of an element is at most g_i^2 / 8. Magnitudes below 2^-126 are rounded to 0 or 2^-126.
-    Those above 2^127, which have no next power, are rounded to 2^127: they alone are biased.
+    Those above 2^127, which have no next power, count as infinite.
 
     Args:
         seed: of the b_i.

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..collectives.routines import Routine, jointly
+from ..collectives.routines import Local, Routine, jointly
 from ..memory.state import Key, State
 from ..ops import groups
 from ..ops import tensors as ops
 from .base.error_feedback import ErrorFeedback
-from .base.gather import CodedSum
+from .base.gather import CodedSum, Undecoded
 from .base.group import Group
 from .base.list_codec import Layout, ListCodec
 from .base.registry import register
@@ -94,19 +94,27 @@ class SignSGD(ErrorFeedback, ListCodec):
         # residual holds its error.
         if not self.majority or len(payloads) == 1 or (self.error_feedback and state is None):
             return (yield from super().decode_all(payloads, outs))
-        vote = yield from jointly(self._count_all, outs[0].device, CodedSum(outs, payloads, 1.0))
-        if self.error_feedback and state is not None:
-            state.vote = vote  # until `subtract_transmitted`
+        vote = None if state is None else vars(state).pop("vote", None)  # of `complete_error`
+        if vote is None:
+            vote = yield from jointly(self._count_all, outs[0].device, CodedSum(outs, payloads, 1.0))
+            if self.error_feedback and state is not None:
+                state.vote = vote  # until `subtract_transmitted`
         yield from jointly(self._write_all, outs[0].device, (outs, vote))
         if vote.scales is None or vote.scales.is_cuda:
             return 1.0 if vote.scales is None else None
         return vote.scales.abs().max().item()
 
+    def complete_error(self, group: Group, average: Undecoded) -> Routine:
+        if self.majority and len(average) > 1:
+            coded = CodedSum(group.errors, average, 1.0)
+            group.state.vote = yield Local(self._count_all, group.device, coded)  # until `decode_all`
+        yield from super().complete_error(group, average)
+
     def subtract_transmitted(self, of: Sequence[Group]) -> None:
-        votes = [(group, vars(group.state).pop("vote", None)) for group in of]
+        votes = [(g, vars(g.state).get("vote") if g.holds else vars(g.state).pop("vote", None)) for g in of]
         if unvoted := [group for group, vote in votes if vote is None]:
             super().subtract_transmitted(unvoted)
-        if voted := [(group.pieces(vars(group.state)["residual"]), vote) for group, vote in votes if vote]:
+        if voted := [(group.errors, vote) for group, vote in votes if vote]:
             # Also add m - S v, in place: one term for each rank, without a tensor for m.
             outs = [out for residuals, _ in voted for out in residuals]
             sums = [CodedSum(residuals, vote.ballots, 1.0) for residuals, vote in voted]

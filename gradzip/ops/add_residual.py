@@ -22,5 +22,5 @@ def add_residual(x: Tensor, residual: Tensor, out: Tensor | None = None) -> Tens
     x = _native.check(x, _native.FLOATS, f"{what}: x")
     residual = _native.check(residual, torch.float32, f"{what}: residual", x.numel(), x.device)
     out = _native.output(out, x.numel(), torch.float32, x.device, f"{what}: out")
-    groups.add_residual([([x], residual, out)])
+    groups.add_residual([([x], residual, [out])])
     return out

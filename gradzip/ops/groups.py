@@ -144,16 +144,19 @@ def _run_table(name: str, where: Tensor, tables: Sequence[np.ndarray], *argument
 # --- residuals
 
 
-def add_residual(sums: Sequence[tuple[Sequence[Tensor], Tensor, Tensor]]) -> list[None]:
+def add_residual(sums: Sequence[tuple[Sequence[Tensor], Tensor, Sequence[Tensor]]]) -> list[None]:
     """`ops.add_residual` for several groups, in one call.
 
-    sums: (parts, residual, out) of each. The parts are contiguous, of one type; the others are flat.
+    sums: (parts, residual, outs) of each. The parts are contiguous, of one type; the residual is flat. There is one out
+    for all parts, contiguous, or one for each.
     """
     rows = []
-    for parts, residual, out in sums:
-        dtype, at, to = _native.FLOATS.index(parts[0].dtype), residual.data_ptr(), out.data_ptr()
-        for part in parts:
+    for parts, residual, outs in sums:
+        dtype, at, to = _native.FLOATS.index(parts[0].dtype), residual.data_ptr(), outs[0].data_ptr()
+        for i, part in enumerate(parts):
             n = part.numel()
+            if len(outs) > 1:
+                to = outs[i].data_ptr()
             rows.append((part.data_ptr(), at, to, n, dtype))
             at, to = at + 4 * n, to + 4 * n
     table = np.array(rows, np.int64)  # struct ResidualSum of csrc/common/add_residual.h

@@ -120,10 +120,10 @@ class Seal(NamedTuple):
     """A payload whose sections are in place, and what its header is to say.
 
     payload: uint8, from `new_payload`. numel: of the gradient. fields: 16 bytes, or 8 if `number` is given, whose wire
-    form follows them. magnitudes: float32, as from `abs_max_tensor`; NON_FINITE is added to the flags unless all are
-    finite. scale: float32 of 1 element; replaces the first 4 bytes of the fields. stream: the last section, if it is
-    shorter than the memory for it; what follows it becomes zeros. On CUDA these become slack, otherwise they are cut
-    off.
+    form follows them. magnitudes: float32, as from `abs_max_tensor`; NON_FINITE is added to the flags unless all are at
+    most 2^127: an average of larger numbers, which is added up in float32, may overflow. scale: float32 of 1 element;
+    replaces the first 4 bytes of the fields. stream: the last section, if it is shorter than the memory for it; what
+    follows it becomes zeros. On CUDA these become slack, otherwise they are cut off.
 
     On CUDA, `magnitudes`, `number`, `scale` and `stream` may be results that are still being computed.
     """

@@ -13,7 +13,6 @@ from reference import padded
 from unbiased import assert_unbiased, gradients
 
 KEY = Key(0, 3, "w", 1)
-LARGEST = float(np.finfo(np.float32).max)
 
 
 def decode(codec, x, key=KEY):
@@ -48,11 +47,16 @@ def test_powers_of_two_are_exact():
 
 
 def test_smallest_and_largest_numbers():
-    """A number below 2^-126 becomes 0 or 2^-126; one above 2^127 never becomes inf."""
-    x = torch.tensor([1e-45, -1e-40, LARGEST, -LARGEST]).repeat(500)
+    """A number below 2^-126 becomes 0 or 2^-126; one above 2^127 counts as infinite."""
+    x = torch.tensor([1e-45, -1e-40, 2.0**127, -(2.0**127)]).repeat(500)
     decoded = decode(gradzip.Natural(), x).view(-1, 4)
     assert set(decoded[:, 1].tolist()) <= {-(2.0**-126), -0.0} and set(decoded[:, 0].tolist()) <= {2.0**-126, 0.0}
     assert set(decoded[:, 2].tolist()) == {2.0**127} and set(decoded[:, 3].tolist()) == {-(2.0**127)}
+    assert (
+        decode(gradzip.Natural(), torch.full((9,), float(np.nextafter(np.float32(2.0**127), np.float32(3e38)))))
+        .isnan()
+        .all()
+    )
 
 
 @pytest.mark.parametrize("name", gradients())

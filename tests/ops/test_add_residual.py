@@ -49,10 +49,14 @@ def test_parts_of_several_groups():
     for i, dtype in enumerate(DTYPES):
         parts = [torch.randn(5, n + i).to(dtype) for n in (0, 1, 7, 40000)]
         residual = torch.randn(sum(map(torch.Tensor.numel, parts)))
-        sums.append((parts, residual, torch.empty_like(residual)))
+        outs = (
+            [torch.empty_like(residual)] if i else [torch.empty(part.shape) for part in parts]
+        )  # one for all, or each
+        sums.append((parts, residual, outs))
         expected.append(torch.cat([part.float().view(-1) for part in parts]) + residual)
     assert of_groups.add_residual(sums) == [None] * len(sums)
-    assert all(torch.equal(out, wanted) for (_, _, out), wanted in zip(sums, expected))
+    for (_, _, outs), wanted in zip(sums, expected):
+        assert torch.equal(torch.cat([out.view(-1) for out in outs]), wanted)
 
 
 @pytest.mark.parametrize(

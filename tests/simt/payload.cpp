@@ -251,7 +251,8 @@ int main() {
   const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN(), scale = 0.3f;
   for (int64_t nbytes : {48, 64, 80, 1024, 4096 + 16, 100000}) {
     test_magnitudes(nbytes, {}, true, nullptr, nullptr);
-    test_magnitudes(nbytes, {0.0f, 3e38f}, true, &number, nullptr);
+    test_magnitudes(nbytes, {0.0f, 0x1p127f}, true, &number, nullptr);
+    test_magnitudes(nbytes, {0.0f, 0x1.000002p127f}, false, &number, nullptr);
     test_magnitudes(nbytes, {1.0f, inf}, false, &number, &scale);
     test_magnitudes(nbytes, {nan}, false, nullptr, &scale);
     for (int64_t begin : {int64_t(48), int64_t(51), nbytes - 3})

@@ -226,28 +226,40 @@ class Compressor(ABC):
         """Uninitialized memory for the parts of a group, one after the other, on a device, if they are copies.
 
         With error feedback, it is that of the next residual: what is compressed becomes that without a copy. 16-bit
-        floats do not.
+        floats do not, nor does what the gradients' memory is going to hold (`Group.holds`).
         """
         memory = torch.empty(group.numel, dtype=dtype, device=group.device)
-        if self.keeps_residual and dtype == torch.float32:
+        if self.keeps_residual and dtype == torch.float32 and not group.holds:
             group.state.next_residual = memory
         return memory
+
+    def holds(self, group: Group) -> bool:
+        """Whether the error of a group on a device can be held in the gradients' memory in this step (`Group.holds`).
+
+        If so, `reduce` or `complete_error` turns `group.parts` into it in place. The residual takes it before `commit`.
+        """
+        return False
 
     def add_residual(self, group: Group) -> Routine:
         """Coroutine: make `group.parts`, for `reduce`: the gradients plus the residual.
 
-        The sum has memory of its own, which becomes the next residual without a copy.
+        The sum has memory of its own, which becomes the next residual without a copy; or that of the gradients, if
+        these hold the error.
         """
         state = group.state
         if state.residual is None:
             group.load_parts()
             return
         addends, total = group.addends, state.next_residual  # which is set if they are in its memory
-        if total is None and self.keeps_residual:
+        if group.holds and group.outs is not None:
+            group.parts = group.outs
+            yield Local(groups.add_residual, group.device, (addends, state.residual, group.parts))
+            return
+        if total is None and self.keeps_residual and not group.holds:
             total = state.next_residual = state.renewed("residual", state.residual)
         elif total is None:
             total = torch.empty_like(state.residual)
-        yield Local(groups.add_residual, group.device, (addends, state.residual, total))
+        yield Local(groups.add_residual, group.device, (addends, state.residual, [total]))
         group.parts = group.pieces(total)
 
     @abstractmethod
@@ -267,8 +279,15 @@ class Compressor(ABC):
             average.max_abs = _most(average.parts)
         return float(average.max_abs)
 
+    def complete_error(self, group: Group, average: Any) -> Routine:
+        """Coroutine: complete the error that the gradients hold. The average is not decoded yet."""
+        yield from ()
+
     def commit(self, group: Group, average: Any) -> Routine:
-        """Coroutine: write the average to the gradients, and the residual to the state. Only if it is finite."""
+        """Coroutine: write the average to the gradients, and the residual to the state. Only if it is finite.
+
+        The residual is there already if the gradients have held it.
+        """
         return jointly(self.apply_averages, group.device, (group, average))
 
     def apply_averages(self, updates: list[tuple[Group, Average]]) -> list[None]:
@@ -330,6 +349,8 @@ class Compressor(ABC):
         copies: list[tuple[Tensor, Tensor]] = []
         for group in groups:
             state = group.state
+            if group.holds:
+                continue
             if state.next_residual is None:
                 state.residual = state.renewed("residual", group.parts[0], group.numel)
                 copies += zip(group.pieces(state.residual), group.parts)
@@ -338,17 +359,18 @@ class Compressor(ABC):
         copy_all(copies)
 
     def subtract_transmitted(self, groups: Sequence[Group]) -> None:
-        """Subtract what peers decode of this rank's groups from the residuals."""
+        """Subtract what peers decode of this rank's groups from what becomes the residuals (`Group.errors`)."""
         raise TypeError(f"{type(self).__name__} has no error feedback")
 
-    def decay_residuals(self, state: State) -> Routine:
+    def decay_residuals(self, group: Group) -> Routine:
         """Coroutine: multiply the residuals that the step has left by `residual_decay`, in place."""
-        for residual in (state.residual, getattr(state, "owner_residual", None)):
-            if residual is not None:
-                yield Local(self._decay_all, residual.device, residual)
+        own = group.gradients if group.holds else [group.state.residual]
+        residuals = [x for x in (*own, getattr(group.state, "owner_residual", None)) if x is not None]
+        if residuals:
+            yield Local(self._decay_all, group.device, residuals)
 
-    def _decay_all(self, residuals: list[Tensor]) -> list[None]:
-        torch._foreach_mul_(residuals, self.residual_decay)  # one operation on a device
+    def _decay_all(self, residuals: list[list[Tensor]]) -> list[None]:
+        torch._foreach_mul_([*itertools.chain(*residuals)], self.residual_decay)  # one operation on a device
         return [None] * len(residuals)
 
     # --- the group

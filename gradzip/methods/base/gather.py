@@ -203,13 +203,18 @@ class GatherCompressor(Compressor):
         bound = yield from self.decode_all(payloads, outs, group.state)
         return (yield from self.with_max_abs(group, flat, bound))
 
+    def complete_error(self, group: Group, average: Undecoded) -> Routine:
+        if not self.vectors:
+            yield Local(self._subtract_each, group.device, group)
+
     def commit(self, group: Group, average: Average | Undecoded) -> Routine:
         if not isinstance(average, Undecoded):
             yield from super().commit(group, average)
             return
         if not average:
             return
-        if self.error_feedback:
+        keeps = self.error_feedback and not group.holds
+        if keeps:
             yield Local(self._store_each, group.device, group)
         outs, flat = group.outs, None
         if outs is None:
@@ -223,7 +228,7 @@ class GatherCompressor(Compressor):
         if flat is not None:
             group.write(outs)
         del outs, flat  # the next group needs its own memory
-        if self.error_feedback:
+        if keeps:
             yield Local(self._subtract_each, group.device, group)
 
     def _store_each(self, groups: list[Group]) -> list[None]:
@@ -350,7 +355,12 @@ class GatherCompressor(Compressor):
                 return (yield from self._scatter_reduce(group))
             content = Content(list(map(attrgetter("shape"), group.parts)), state.key(self.seed))
             payload, earlier = yield from self.encoded(group)
-            if not self.keeps_residual:
+            if group.holds and self.vectors:  # lists are the gradients themselves: `complete_error` has time
+                own = ops.unread_payloads([payload], [self.fields_of(content.shapes, content.key)])
+                state.payload = [(own[0], None)]
+                yield Local(self._subtract_each, group.device, group)
+                group.release_parts()
+            elif not self.keeps_residual:
                 group.release_parts()
             payloads = yield self.gather(payload, group.numel)
             contents = [content] * (len(earlier) + group.size)
@@ -460,19 +470,22 @@ class GatherCompressor(Compressor):
 
     # --- error feedback
 
-    def subtract_transmitted(self, groups: Sequence[Group]) -> None:
-        self._sum_all([coded for group in groups for coded in self.corrections(group, group.state.residual)])
+    def holds(self, group: Group) -> bool:
+        return self.keeps_residual and self.fixed_nbytes and not self._scatters(group)
 
-    def corrections(self, group: Group, flat: Tensor | None) -> list[CodedSum]:
-        """The sums that subtract what peers decode from a flat tensor of the group's elements, such as the residual."""
-        assert flat is not None and group.state.payload is not None
+    def subtract_transmitted(self, groups: Sequence[Group]) -> None:
+        self._sum_all([coded for group in groups for coded in self.corrections(group)])
+
+    def corrections(self, group: Group) -> list[CodedSum]:
+        """The sums that subtract what peers decode from what becomes the residual."""
+        flat = group.state.residual
         return [
-            CodedSum(group.pieces(flat) if partition is None else _views(flat, partition), [payload], -1.0, add=True)
+            CodedSum(group.errors if partition is None else _views(flat, partition), [payload], -1.0, add=True)
             for payload, partition in group.state.payload
         ]
 
 
-def _views(flat: Tensor, partition: Sequence[Piece]) -> list[Tensor]:
+def _views(flat: Any, partition: Sequence[Piece]) -> list[Tensor]:
     """The pieces of a partition in a flat tensor of all elements of a group."""
     return [flat[start:stop].view(view.shape) for start, stop, view in partition]
 

@@ -69,6 +69,9 @@ class Group:
         rank, size: of this rank among those that the method averages over.
 
         on_device: whether the host does not wait in the step to know if the averages are finite (`Verdict`).
+        holds: whether the gradients' memory holds the error of the step until the device knows that. There is no memory
+            for a second residual then, and a step that fails has not touched the first.
+        undecoded: the average of a group that holds its error, until `settle`.
         numbers: on a device, vectors of numbers that are not finite if the step is to be skipped, besides the averages.
         inspected: the payloads that the device has checked.
         told_later: called in the next step with the largest magnitude in the averages.
@@ -107,7 +110,8 @@ class Group:
         self.parts: list[Tensor] = []
         self.rank, self.size = 0, 1
         self.discards = False
-        self.on_device = False
+        self.on_device = self.holds = False
+        self.undecoded: Any = None
         self.numbers: list[Tensor] = []
         self.inspected: list[Inspected] = []
         self.told_later: Callable[[float], None] | None = None
@@ -194,7 +198,9 @@ class Group:
 
     # --- a step
 
-    def average(self, gradients: list[Tensor], rank: int = 0, size: int = 1, discards: bool = False) -> Routine:
+    def average(
+        self, gradients: list[Tensor], rank: int = 0, size: int = 1, discards: bool = False, settles: bool = False
+    ) -> Routine:
         """Begin to average gradients. Returns a coroutine that replaces them by their averages over the ranks.
 
         If a gradient of any rank is not finite, no average is finite on any rank, no state changes, and `finite` is
@@ -205,6 +211,7 @@ class Group:
                 must not be conjugate views.
             rank, size: this rank's number and the world size.
             discards: as the attribute. Call `end_step` as for a step that is skipped.
+            settles: whether `settle` is called if the group holds its error: averages are written there.
         """
         if gradients[0].is_complex():
             gradients = list(map(as_real, gradients))
@@ -218,6 +225,7 @@ class Group:
         self.device = gradients[0].device
         self.on_device = gradients[0].is_cuda and self.node_chunks is None and self.method.undone_on_device
         self.numbers, self.inspected, self.told_later = [], [], None
+        self.holds, self.undecoded = False, None
         self.finite, self.culprits = True, []
         if self.node_chunks is not None:
             self.rank, self.size = self.node_chunks.node, self.node_chunks.nodes
@@ -227,7 +235,8 @@ class Group:
         compressor.traffic.bytes_dense += self.nbytes
         if not self.compressed:
             return self._uncompressed()
-        return self._compressed() if report is None else report(self._compressed())
+        settles = settles and self.on_device and not discards and monitor is None
+        return self._compressed(settles) if report is None else report(self._compressed(settles))
 
     def kept_nbytes(self, rank: int, size: int) -> int:
         """Bytes of the tensors that the state has between steps, at most. For a group that is in no step.
@@ -260,7 +269,7 @@ class Group:
         counts: whether a step that is skipped counts: tensors are restored, and numbers stay.
         """
         before, self.before = self.before, None
-        self.gradients, self.parts, self._target = [], [], None
+        self.gradients, self.parts, self._target, self.undecoded = [], [], None, None
         if before is None:
             return
         memory = self.method.memory
@@ -290,7 +299,7 @@ class Group:
                 self.state.drop_owed()
         return self.state
 
-    def _compressed(self) -> Routine:
+    def _compressed(self, settles: bool) -> Routine:
         method, gradients = self.method, self.gradients
         own = gradients if self.node_chunks is None else [(yield from self.node_chunks.scatter(gradients[0]))]
         state = self.begin()
@@ -299,6 +308,8 @@ class Group:
         try:
             self.gradients, self.parts = own, []
             self._target = adjacent(own) if method.vectors else None
+            plain = own[0].dtype == torch.float32 and all(map(Tensor.is_contiguous, own))
+            self.holds = settles and plain and method.holds(self)
             yield from method.add_residual(self)
             average = yield from (method.reduce(self) if self.node_chunks is None else among_peers(method.reduce(self)))
             # All ranks see the same average, so all commit or all undo. Limit of the gradient's own type: a finite
@@ -307,9 +318,13 @@ class Group:
             finite = self.on_device or method.max_abs_bound(average, limit) <= limit
             if finite:
                 state.step += 1
-                yield from method.commit(self, average)
+                if self.holds:
+                    yield from method.complete_error(self, average)
+                    self.undecoded = average
+                else:
+                    yield from method.commit(self, average)
                 if method.residual_decay != 1:
-                    yield from method.decay_residuals(state)
+                    yield from method.decay_residuals(self)
                 state.payload = state.next_residual = None
                 if not method.keeps_residual:
                     state.residual = None  # of the method that was in charge before: it is sent now
@@ -326,6 +341,31 @@ class Group:
                 gradient.fill_(math.nan)
         self.finite = finite
         self.culprits = [] if finite else self.names
+
+    @property
+    def errors(self) -> list[Tensor]:
+        """What was compressed, in the shapes of the parts, from which a method subtracts what it has sent."""
+        if self.holds:
+            return self.parts
+        assert self.state.residual is not None
+        return self.pieces(self.state.residual)
+
+    def residuals(self, copies: bool) -> list[Tensor]:
+        """The residual of each gradient, to overwrite by the error that the gradient holds.
+
+        copies: whether the former residual is still needed (`keep`).
+        """
+        state = self.state
+        if state.residual is None:
+            state.residual = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
+        elif copies:
+            state.residual = state.residual.clone()
+        return pieces(state.residual, self.shapes_of_parts)
+
+    def settle(self) -> Routine:
+        """Coroutine, without collectives: write the average to the gradients, whose error the residual has taken."""
+        average, self.undecoded = self.undecoded, None
+        return self.method.commit(self, average)
 
     @property
     def addends(self) -> list[Tensor]:
@@ -362,7 +402,12 @@ class Group:
             self.parts = [memory.view(self._joined_shape)]
 
     def release_parts(self) -> None:
-        """Free what was compressed, unless it is the gradients' memory or the next residual."""
+        """Free what was compressed, unless it is the gradients' memory or the next residual.
+
+        If the gradients are to hold the error, it is the error by now.
+        """
+        if self.holds and self.outs is None:
+            self.write(self.parts)
         if self.on_device:
             self.parts = []
 

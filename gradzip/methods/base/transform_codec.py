@@ -105,6 +105,10 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
         """The size of the signal for a gradient of `numel` elements."""
         return numel
 
+    def row_length(self, transform: ops.Transform, numel: int) -> int:
+        """How many elements of a gradient of `numel` elements a coefficient adds to: by how much more they may grow."""
+        return transform.length
+
     def _plan(self, key: Any, transform: ops.Transform, numel: int) -> _Plan:
         """The plan for a gradient of `numel` elements, which `_plans` is to have by that key."""
         n, axes = self.signal_numel(numel), bytes([length - 1 for length in transform.lengths])
@@ -159,8 +163,11 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
             clamped = self._clamped[device] = torch.zeros((), dtype=torch.int64, device=device)
         groups.range_float_encode(values, numbers, self.bits, noise, codes, clamped)
         # Check the kept coefficients, which include those that are not finite: a transform may overflow even if the
-        # gradient is finite.
+        # gradient is finite, and so may its inverse.
         magnitudes = groups.abs_max(values)
+        lengths = [self.row_length(transform, grad.numel()) for grad in grads]
+        if max(lengths) > 1:
+            torch._foreach_mul_(list(magnitudes), lengths)
         seals = [
             ops.Seal(
                 payload, grad.numel(), _FIELDS.pack(k, plan.axes, 0), 0, magnitude, number,
