@@ -642,7 +642,7 @@ def allowed(compressor, engine, *gradients):
 
 def test_methods_are_allowed_whose_errors_are_small_on_all_gradients(engine, caplog):
     class Broken(gradzip.TopK):
-        def encode(self, grad, key):
+        def encode_lists(self, lists, keys):
             raise MemoryError("no memory")
 
     grad, zeros = gradient("w", 0, 0, (64, 48)), torch.zeros(40, 60)

@@ -130,6 +130,8 @@ class GatherCompressor(Compressor):
 
     def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
         """`encode_all` for several lists of parts: the partitions of a group."""
+        if type(self).encode is GatherCompressor.encode:
+            raise TypeError(f"{type(self).__name__}: got no `encode`, expected it, or `encode_lists`")
         return [self.encode(vector, key) for (vector,), key in zip(lists, keys)]
 
     def encode_average(self, parts: Sequence[Tensor], key: Key) -> Tensor:
