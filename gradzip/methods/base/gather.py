@@ -480,14 +480,14 @@ class GatherCompressor(Compressor):
 
     def corrections(self, group: Group) -> list[CodedSum]:
         """The sums that subtract what peers decode from what becomes the residual."""
-        flat = group.state.residual
+        flat: Any = group.state.residual  # a tensor where there are partitions: gradients hold no error then
         return [
             CodedSum(group.errors if partition is None else _views(flat, partition), [payload], -1.0, add=True)
             for payload, partition in group.state.payload
         ]
 
 
-def _views(flat: Any, partition: Sequence[Piece]) -> list[Tensor]:
+def _views(flat: Tensor, partition: Sequence[Piece]) -> list[Tensor]:
     """The pieces of a partition in a flat tensor of all elements of a group."""
     return [flat[start:stop].view(view.shape) for start, stop, view in partition]
 
