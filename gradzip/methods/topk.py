@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -9,7 +10,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter, methodcaller
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from .base.schedule import Theta, check_theta, theta_at
 _COUNT = struct.Struct("<Q")  # k; the header's other 8 bytes hold the range float
 
 
+@functools.lru_cache(maxsize=4096)  # it is asked for with each payload
 def num_kept(theta: float, numel: int) -> int:
     """Number of elements that a sparsifier keeps: (1 - theta) * numel, rounded, at least 1."""
     return max(1, round((1.0 - theta) * numel))
@@ -244,8 +246,6 @@ class TopK(SparseCodec):
                     "bits = 2 and select = 'exact'"
                 )
         self.check("select", self.select in ("exact", "sampled"), "'exact' or 'sampled'")
-        # By elements: what `num_kept` was asked for last, and its result.
-        self._last_k: dict[int, tuple[Any, int]] = {}
         self.fixed_nbytes = self.select == "exact"
         valid = isinstance(self.bits, int) and (self.bits == 32 or 2 <= self.bits <= 16)
         self.check("bits", valid, "32 (float32), or 2 to 16 (range floats)")
@@ -255,12 +255,7 @@ class TopK(SparseCodec):
         return self.chunk is not None and not self.error_feedback  # what is compressed becomes the residual, float32
 
     def num_kept(self, numel: int, step: int) -> int:
-        asked = step, self.theta, self.chunk
-        known, k = self._last_k.get(numel, (None, 0))
-        if known != asked:
-            k = num_kept(theta_at(self.theta, step), self.chunk or numel)
-            self._last_k[numel] = asked, k
-        return k
+        return num_kept(theta_at(self.theta, step), self.chunk or numel)
 
     def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
         if self.chunk is None and self.select == "exact":

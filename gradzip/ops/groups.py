@@ -412,10 +412,11 @@ def bitmap_code_decode(
     Returns the addresses of the bitmaps, their memory, and 1 plus the number of the stream that is corrupt, or 0.
     """
     rows = -(-of // (8 * _ALIGN)) * _ALIGN
-    bitmaps = torch.empty(int(rows.sum()), dtype=torch.uint8, device=where.device)
+    ends = np.add.accumulate(rows)  # without the calls of Python that `np.cumsum` makes
+    bitmaps = torch.empty(int(ends[-1]), dtype=torch.uint8, device=where.device)
     table = np.empty((len(streams), 6), np.int64)  # struct BitmapStream of csrc/common/bitmap_code.h
     table[:, 0], table[:, 1], table[:, 2] = streams, nbytes, counts
-    table[:, 3] = begins = bitmaps.data_ptr() + np.cumsum(rows) - rows
+    table[:, 3] = begins = bitmaps.data_ptr() + ends - rows
     table[:, 4], table[:, 5] = of, segments
     arguments = (table.__array_interface__["data"][0], len(table), not where.is_cuda)
     return begins, bitmaps, _native.run_failed("bitmap_code_decode", where, *arguments)
