@@ -453,16 +453,14 @@ class Session:
         return skipped
 
     def _settle(self, held: Sequence[Group], number: Tensor, doubtful: Collection[int]) -> None:
-        """Have residuals take the errors that gradients hold, if a number is finite; then write averages there."""
+        """Update the residuals of groups that hold their errors, if a number is finite; then write their averages."""
         told = self._told if doubtful else ()
         in_doubt = {group for group, parameters in told if any(id(p) in doubtful for p in parameters)}
-        residuals = [residual for group in held for residual in group.residuals(group in in_doubt)]
-        errors = [gradient for group in held for gradient in group.gradients]
-        infinite = number.lt(math.inf).logical_not_().reciprocal()  # if the number is finite; otherwise 1
-        _restore(infinite, residuals, errors)
+        numbers = {device: number.to(device, non_blocking=True) for device in {group.device for group in held}}
         replays.current.numbers = self._replays
         try:
-            Round(self.compressor.traffic).advance({group: group.settle() for group in held})
+            routines = {group: group.settle(numbers[group.device], group in in_doubt) for group in held}
+            Round(self.compressor.traffic).advance(routines)
         except BaseException:
             self.drop()
             raise

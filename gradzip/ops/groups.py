@@ -9,6 +9,7 @@ Python. Of tables with fields, the former makes more.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from operator import attrgetter, methodcaller
 from typing import NamedTuple
@@ -179,6 +180,18 @@ def restore_unless_finite(
         table[:, 1] = [0 if source is None else source.data_ptr() for source in sources]
         table[:, 3] = _pattern_of(fill, targets[0].dtype) if fill else 0
         _native.run("restore", number, number.data_ptr(), table.ctypes.data, len(table))
+
+
+def take_errors(of: Sequence[tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]]) -> list[None]:
+    """Overwrite the residuals of several groups by their errors if a number is finite, in one call.
+
+    of: (number, residuals, errors) of each. The number is that of all.
+    """
+    number = of[0][0]
+    infinite = number.lt(math.inf).logical_not_().reciprocal()  # if the number is finite; otherwise 1
+    residuals, errors = ([x for group in of for x in group[i]] for i in (1, 2))
+    restore_unless_finite(infinite, residuals, errors)
+    return [None] * len(of)
 
 
 # --- lists of tensors, encoded one after the other in the body of one payload

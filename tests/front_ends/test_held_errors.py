@@ -58,9 +58,9 @@ class Job:
         change(gradients)
         found, settle = {}, Group.settle
 
-        def held(group):
+        def held(group, *arguments):
             self.held += group.names
-            return settle(group)
+            return settle(group, *arguments)
 
         with mock.patch.object(Group, "settle", held):
             for i, names in enumerate(self.buckets[:buckets]):

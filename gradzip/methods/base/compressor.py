@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...collectives import ToHost
+from ...collectives.fusion import pieces
 from ...collectives.node_chunks import NodeChunks
 from ...collectives.routines import Local, Routine, jointly
 from ...collectives.traffic import Traffic
@@ -289,6 +290,16 @@ class Compressor(ABC):
         The residual is there already if the gradients have held it.
         """
         return jointly(self.apply_averages, group.device, (group, average))
+
+    def settle(self, group: Group, average: Any, number: Tensor) -> Routine:
+        """Coroutine: have the residual take the error that the gradients hold, and write the average there.
+
+        number: not finite if the residual must stay as it is. The average is written anyway.
+        """
+        assert group.state.residual is not None
+        residuals = pieces(group.state.residual, group.shapes_of_parts)
+        yield Local(groups.take_errors, group.device, (number, residuals, group.gradients))
+        yield from self.commit(group, average)
 
     def apply_averages(self, updates: list[tuple[Group, Average]]) -> list[None]:
         """`commit` for several groups."""

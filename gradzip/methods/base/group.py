@@ -350,22 +350,20 @@ class Group:
         assert self.state.residual is not None
         return self.pieces(self.state.residual)
 
-    def residuals(self, copies: bool) -> list[Tensor]:
-        """The residual of each gradient, to overwrite by the error that the gradient holds.
+    def settle(self, number: Tensor, copies: bool) -> Routine:
+        """Coroutine, without collectives: update the residual if a number is finite, and write the average.
 
-        copies: whether the former residual is still needed (`keep`).
+        Args:
+            number: float32 of 1 element, on the device: not finite if the step is to be skipped.
+            copies: whether the former residual is still needed (`keep`).
         """
         state = self.state
         if state.residual is None:
             state.residual = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
         elif copies:
             state.residual = state.residual.clone()
-        return pieces(state.residual, self.shapes_of_parts)
-
-    def settle(self) -> Routine:
-        """Coroutine, without collectives: write the average to the gradients, whose error the residual has taken."""
         average, self.undecoded = self.undecoded, None
-        return self.method.commit(self, average)
+        return self.method.settle(self, average, number)
 
     @property
     def addends(self) -> list[Tensor]:
