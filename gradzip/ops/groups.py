@@ -81,27 +81,29 @@ class Update(NamedTuple):
 
     matrices: Matrices
     parts: Sequence[Tensor]
-    residual: Tensor  # these are all flat
+    residual: Tensor | None  # these are all flat
     sent_p: Tensor
     sent_q: Tensor
     p: Tensor
     q: Tensor
+    number: Tensor | None  # if it is not finite, the residual stays as it is
 
 
 def apply_averages(updates: Sequence[Update]) -> list[None]:
     """`low_rank_apply_average_all` for the matrices of several groups, in one call."""
     tables = []
-    for matrices, parts, residual, sent_p, sent_q, p, q in updates:
-        table = np.empty((len(matrices.rows), 9), np.int64)  # struct AverageUpdate of csrc/common/low_rank.h
+    for matrices, parts, residual, sent_p, sent_q, p, q, number in updates:
+        table = np.empty((len(matrices.rows), 10), np.int64)  # struct AverageUpdate of csrc/common/low_rank.h
         table[:, 0] = list(map(methodcaller("data_ptr"), parts))
-        table[:, 1] = residual.data_ptr() + matrices.at
+        table[:, 1] = 0 if residual is None else residual.data_ptr() + matrices.at
         for column, (factor, at) in enumerate(
             ((sent_p, matrices.p_at), (sent_q, matrices.q_at), (p, matrices.p_at), (q, matrices.q_at)), start=2
         ):
             table[:, column] = factor.data_ptr() + at
         table[:, 6], table[:, 7], table[:, 8] = matrices.rows, matrices.columns, matrices.rank
+        table[:, 9] = 0 if number is None else number.data_ptr()
         tables.append(table)
-    _run_table("low_rank_apply_average", updates[0].residual, tables)
+    _run_table("low_rank_apply_average", updates[0].p, tables)
     return [None] * len(updates)
 
 

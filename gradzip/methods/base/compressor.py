@@ -373,16 +373,21 @@ class Compressor(ABC):
         """Subtract what peers decode of this rank's groups from what becomes the residuals (`Group.errors`)."""
         raise TypeError(f"{type(self).__name__} has no error feedback")
 
-    def decay_residuals(self, group: Group) -> Routine:
-        """Coroutine: multiply the residuals that the step has left by `residual_decay`, in place."""
-        own = group.gradients if group.holds else [group.state.residual]
-        residuals = [x for x in (*own, getattr(group.state, "owner_residual", None)) if x is not None]
-        if residuals:
-            yield Local(self._decay_all, group.device, residuals)
+    def decay_residuals(self, group: Group, number: Tensor | None = None) -> Routine:
+        """Coroutine: multiply the residuals that the step has left by `residual_decay`, in place.
 
-    def _decay_all(self, residuals: list[list[Tensor]]) -> list[None]:
-        torch._foreach_mul_([*itertools.chain(*residuals)], self.residual_decay)  # one operation on a device
-        return [None] * len(residuals)
+        number: if it is not finite, the residuals stay as they are.
+        """
+        own = group.state.residual, getattr(group.state, "owner_residual", None)
+        residuals = [x for x in own if x is not None]
+        if self.residual_decay != 1 and residuals:
+            yield Local(self._decay_all, group.device, (residuals, number))
+
+    def _decay_all(self, of: list[tuple[list[Tensor], Tensor | None]]) -> list[None]:
+        number, decay = of[0][1], self.residual_decay
+        factor = decay if number is None else torch.where(number.isfinite(), decay, 1.0)[0]
+        torch._foreach_mul_([x for residuals, _ in of for x in residuals], factor)  # one operation on a device
+        return [None] * len(of)
 
     # --- the group
 

@@ -323,7 +323,6 @@ class Group:
                     self.undecoded = average
                 else:
                     yield from method.commit(self, average)
-                if method.residual_decay != 1:
                     yield from method.decay_residuals(self)
                 state.payload = state.next_residual = None
                 if not method.keeps_residual:
@@ -363,7 +362,8 @@ class Group:
         elif copies:
             state.residual = state.residual.clone()
         average, self.undecoded = self.undecoded, None
-        return self.method.settle(self, average, number)
+        yield from self.method.settle(self, average, number)
+        yield from self.method.decay_residuals(self, number)
 
     @property
     def addends(self) -> list[Tensor]:
