@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import Mean, ToHost
+from ..collectives.fusion import flattened
 from ..collectives.routines import Local, Routine
 from ..memory.state import Key
 from ..ops import groups
@@ -60,7 +61,7 @@ class LowRank(ErrorFeedback):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("rank", isinstance(self.rank, int) and self.rank >= 1, "an integer >= 1")
-        # The largest magnitude in P Qᵀ for each unit of that in one factor: the columns of the other are orthonormal.
+        # A bound of the magnitudes in P Qᵀ where those in one factor are up to 1, and the other one is orthonormal.
         self._most_of_product = self.rank * _ORTHONORMAL
         # Local work for all Q, and for all P: they are not joined.
         self._follow = partial(self._follow_all, False), partial(self._follow_all, True)
@@ -123,6 +124,8 @@ class LowRank(ErrorFeedback):
 
     def settle(self, group: Group, average: Factors, number: Tensor) -> Routine:
         yield self._update(group, average, group.gradients, group.state.residual, number)
+        if self.residual_decay != 1:
+            yield from self.decay_residuals(group, number)
 
     def _update(
         self, group: Group, of: Factors, parts: Sequence[Tensor], residual: Tensor | None, number: Tensor | None = None
@@ -152,9 +155,10 @@ class LowRank(ErrorFeedback):
         stay 0 in all later steps, which lowers the rank. Random columns are those of step 0 in all steps: a captured
         step has no host that draws others.
 
-        A group that holds what its error is made of gets the bounds by columns as `Group.numbers`. They are not finite
-        if an element of a gradient of any rank is not, as its products with a row of the other factor are then NaN or
-        inf, those with 0, too, and so are sums and means of these. If they are finite, so is P Qᵀ.
+        Where a device tells if a step is skipped, `Group.numbers` gets twice the bounds, by columns: as of other
+        methods, magnitudes above 2^127 count as infinite. They are not finite if an element of a gradient of any rank
+        is not: its products with a row of the other factor are then NaN or inf, also those with 0, and so are sums and
+        means of these.
 
         Args:
             factor: all Q, or all P with `transpose`. The columns of the others are orthonormal.
@@ -183,18 +187,25 @@ class LowRank(ErrorFeedback):
         if self._given.get(first, (None,))[0] != key:
             self._given[first] = key, *self._given_of(of_groups, transpose)
         _, matrix_of, random = self._given[first]
-        largest = torch.cat([columns for _, _, columns, _ in of])
-        result = torch.cat([factor for _, factor, *_ in of]).view(-1, self.rank)
+        largest = flattened([columns for _, _, columns, _ in of]).view(-1, self.rank)
+        result = flattened([factor for _, factor, *_ in of]).view(-1, self.rank)
         if scaled:
             scale = largest.amax(1, keepdim=True)
-            result /= scale.where(scale > 0, 1.0)[matrix_of]
+            result = result / scale.where(scale > 0, 1.0)[matrix_of]
         zero = (largest == 0)[matrix_of]
         followed = random.where(zero, result)
-        if any(group.holds for group in of_groups):
-            bounds = self._most_of_product * largest.view(-1)
-            for group, own in zip(of_groups, bounds.split_with_sizes([columns.numel() for _, _, columns, _ in of])):
-                group.numbers += [own] if group.holds else []
+        self._show_averages(of_groups, largest)
         return list(followed.view(-1).split_with_sizes([factor.numel() for _, factor, *_ in of]))
+
+    def _show_averages(self, of: Sequence[Group], largest: Tensor) -> None:
+        """Give groups on a device their numbers. largest: the largest magnitudes of the columns of all."""
+        # Not only if gradients hold errors, which may differ between ranks. 16-bit gradients overflow before.
+        if self.memory.checks and of[0].on_device:
+            bounds = 2 * self._most_of_product * largest.view(-1)
+            for group, own in zip(of, bounds.split_with_sizes([self.rank * len(group.names) for group in of])):
+                if group.gradients[0].dtype == torch.float32:
+                    group.numbers.append(own)
+                    group.shows_averages = group.method is self
 
     def _given_of(self, of: Sequence[Group], transpose: bool) -> tuple[Tensor, Tensor]:
         """For each row of the factors of groups, the number of its matrix among all; and the factors of step 0."""

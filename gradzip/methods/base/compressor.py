@@ -237,7 +237,9 @@ class Compressor(ABC):
     def holds(self, group: Group) -> bool:
         """Whether the error of a group on a device can be held in the gradients' memory in this step (`Group.holds`).
 
-        If so, `reduce` or `complete_error` turns `group.parts` into it in place. The residual takes it before `commit`.
+        If so, `reduce` or `complete_error` turns `group.parts` into it in place, and the residual takes it before
+        `commit`. Or they leave there what `settle` computes it from. `reduce` adds to `Group.numbers` those that tell
+        whether it is finite.
         """
         return False
 
@@ -292,14 +294,16 @@ class Compressor(ABC):
         return jointly(self.apply_averages, group.device, (group, average))
 
     def settle(self, group: Group, average: Any, number: Tensor) -> Routine:
-        """Coroutine: have the residual take the error that the gradients hold, and write the average there.
+        """Coroutine, without collectives: have the residual take the error that gradients hold; write the average.
 
-        number: not finite if the residual must stay as it is. The average is written anyway.
+        number: float32 of 1 element, on the device: not finite if the residual must stay as it is.
         """
         assert group.state.residual is not None
         residuals = pieces(group.state.residual, group.shapes_of_parts)
         yield Local(groups.take_errors, group.device, (number, residuals, group.gradients))
         yield from self.commit(group, average)
+        if self.residual_decay != 1:
+            yield from self.decay_residuals(group, number)
 
     def apply_averages(self, updates: list[tuple[Group, Average]]) -> list[None]:
         """`commit` for several groups."""
@@ -380,7 +384,7 @@ class Compressor(ABC):
         """
         own = group.state.residual, getattr(group.state, "owner_residual", None)
         residuals = [x for x in own if x is not None]
-        if self.residual_decay != 1 and residuals:
+        if residuals:
             yield Local(self._decay_all, group.device, (residuals, number))
 
     def _decay_all(self, of: list[tuple[list[Tensor], Tensor | None]]) -> list[None]:

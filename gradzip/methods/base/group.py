@@ -69,10 +69,12 @@ class Group:
         rank, size: of this rank among those that the method averages over.
 
         on_device: whether the host does not wait in the step to know if the averages are finite (`Verdict`).
-        holds: whether the gradients' memory holds the error of the step until the device knows that. There is no memory
-            for a second residual then, and a step that fails has not touched the first.
+        holds: whether the gradients' memory holds the error of the step, or what it is computed from, until the device
+            knows that. There is no memory for a second residual then, and a step that fails has not touched the first.
         undecoded: the average of a group that holds its error, until `settle`.
         numbers: on a device, vectors of numbers that are not finite if the step is to be skipped, besides the averages.
+        shows_averages: whether `numbers` are equally many for each gradient, in order, and not finite if its average is
+            not. Averages are not looked at then.
         inspected: the payloads that the device has checked.
         told_later: called in the next step with the largest magnitude in the averages.
 
@@ -110,7 +112,7 @@ class Group:
         self.parts: list[Tensor] = []
         self.rank, self.size = 0, 1
         self.discards = False
-        self.on_device = self.holds = False
+        self.on_device = self.holds = self.shows_averages = False
         self.undecoded: Any = None
         self.numbers: list[Tensor] = []
         self.inspected: list[Inspected] = []
@@ -225,7 +227,8 @@ class Group:
         self.device = gradients[0].device
         self.on_device = gradients[0].is_cuda and self.node_chunks is None and self.method.undone_on_device
         self.numbers, self.inspected, self.told_later = [], [], None
-        self.holds, self.undecoded = False, None
+        self.holds = self.shows_averages = False
+        self.undecoded = None
         self.finite, self.culprits = True, []
         if self.node_chunks is not None:
             self.rank, self.size = self.node_chunks.node, self.node_chunks.nodes
@@ -323,7 +326,8 @@ class Group:
                     self.undecoded = average
                 else:
                     yield from method.commit(self, average)
-                    yield from method.decay_residuals(self)
+                    if method.residual_decay != 1:
+                        yield from method.decay_residuals(self)
                 state.payload = state.next_residual = None
                 if not method.keeps_residual:
                     state.residual = None  # of the method that was in charge before: it is sent now
@@ -340,6 +344,14 @@ class Group:
                 gradient.fill_(math.nan)
         self.finite = finite
         self.culprits = [] if finite else self.names
+
+    @property
+    def numbered(self) -> list[Sequence[str]]:
+        """The names of the gradients that each of `numbers` is of."""
+        count = sum(map(len, self.numbers))
+        if not self.shows_averages:
+            return [self.names] * count
+        return [(name,) for name in self.names for _ in range(count // len(self.names))]
 
     @property
     def errors(self) -> list[Tensor]:
@@ -362,8 +374,7 @@ class Group:
         elif copies:
             state.residual = state.residual.clone()
         average, self.undecoded = self.undecoded, None
-        yield from self.method.settle(self, average, number)
-        yield from self.method.decay_residuals(self, number)
+        return self.method.settle(self, average, number)
 
     @property
     def addends(self) -> list[Tensor]:
