@@ -215,9 +215,10 @@ def take(told: Iterable[tuple[Group, Sequence[Tensor]]]) -> None:
 
     told: groups with their parameters.
     """
-    if _skips or _verdicts:
+    some_skip = bool(_skips)  # a call of Python: once, and not for each group
+    if some_skip or _verdicts:
         for _, parameters in told:
-            for parameter in parameters if _skips else ():
+            for parameter in parameters if some_skip else ():
                 if one := _skips.pop(parameter, None):
                     one.taken.add(id(parameter))
             for number in map(id, parameters) if _verdicts else ():

@@ -73,14 +73,8 @@ class QSGD(GatherCompressor):
         ops.check_quantizer(self.bits, self.bucket, self.norm, 0, "QSGD")
         codings = ("elias", "packed", "always_elias")
         self.check("coding", self.coding in codings, "'elias', 'packed' or 'always_elias'")
-
-    @property
-    def fixed_nbytes(self) -> bool:  # type: ignore[override]
-        return self.coding != "always_elias"
-
-    @property
-    def writes_half(self) -> bool:  # type: ignore[override]
-        return self.fixed_nbytes  # Elias codes are added to float32
+        self.fixed_nbytes = self.coding != "always_elias"
+        self.writes_half = self.fixed_nbytes  # Elias codes are added to float32
 
     def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
         vectors = list(map(itemgetter(0), lists))
@@ -190,8 +184,8 @@ class TernGrad(ListCodec):
             self.rounds = 2
         self.check("clip", self.clip is None or (is_number(self.clip) and self.clip > 0), "None or a number > 0")
 
-    def encoded(self, group: Group) -> Routine:
-        parts, key = group.parts, group.state.key(self.seed)
+    def encoded(self, group: Group, key: Key) -> Routine:
+        parts = group.parts
         largest = self._largest(parts)
         if not self.shared_scale:
             return self._pack([parts], [key], largest, largest)[0], []

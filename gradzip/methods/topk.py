@@ -174,7 +174,7 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
         nbytes, values = groups.numels(contents).reshape(table), groups.addresses(contents).reshape(table)
         numels = groups.numels(outs)[:, None]
         wrong = (counts > numels.astype(np.uint64)) | (4 * counts > nbytes.astype(np.uint64))
-        if wrong.any():
+        if True in wrong:
             i = int(wrong.argmax())
             k, size, numel = counts.flat[i], nbytes.flat[i], outs[i // counts.shape[1]].numel()
             raise ops.PayloadError(f"corrupt payload: it claims {k} values of {numel} elements in {size} bytes", i)
@@ -244,23 +244,23 @@ class TopK(SparseCodec):
                     "bits = 2 and select = 'exact'"
                 )
         self.check("select", self.select in ("exact", "sampled"), "'exact' or 'sampled'")
-        self._last_k: tuple[Any, int] = None, 0  # what `num_kept` was asked for last, and its result
+        # By elements: what `num_kept` was asked for last, and its result.
+        self._last_k: dict[int, tuple[Any, int]] = {}
+        self.fixed_nbytes = self.select == "exact"
         valid = isinstance(self.bits, int) and (self.bits == 32 or 2 <= self.bits <= 16)
         self.check("bits", valid, "32 (float32), or 2 to 16 (range floats)")
-
-    @property
-    def fixed_nbytes(self) -> bool:  # type: ignore[override]
-        return self.select == "exact"
 
     @property
     def reads_half(self) -> bool:  # type: ignore[override]
         return self.chunk is not None and not self.error_feedback  # what is compressed becomes the residual, float32
 
     def num_kept(self, numel: int, step: int) -> int:
-        asked = numel, step, self.theta, self.chunk
-        if self._last_k[0] != asked:
-            self._last_k = asked, num_kept(theta_at(self.theta, step), self.chunk or numel)
-        return self._last_k[1]
+        asked = step, self.theta, self.chunk
+        known, k = self._last_k.get(numel, (None, 0))
+        if known != asked:
+            k = num_kept(theta_at(self.theta, step), self.chunk or numel)
+            self._last_k[numel] = asked, k
+        return k
 
     def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
         if self.chunk is None and self.select == "exact":

@@ -181,7 +181,7 @@ def restore_unless_finite(
         table[:, 0], table[:, 2] = addresses(targets), list(map(attrgetter("nbytes"), targets))
         table[:, 1] = [0 if source is None else source.data_ptr() for source in sources]
         table[:, 3] = _pattern_of(fill, targets[0].dtype) if fill else 0
-        _native.run("restore", number, number.data_ptr(), table.ctypes.data, len(table))
+        _native.run("restore", number, number.data_ptr(), table.__array_interface__["data"][0], len(table))
 
 
 def take_errors(of: Sequence[tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]]) -> list[None]:
@@ -243,7 +243,7 @@ def majority(ballots: np.ndarray, numels: np.ndarray, keys: np.ndarray, starts: 
     table[:, 0], table[:, 1], table[:, 2] = numels, keys, np.uint64(winners.data_ptr()) + starts.astype(np.uint64)
     ballots = np.ascontiguousarray(ballots)
     results = replays.address(where), against.data_ptr() if count else 0
-    _run_table("signs_majority", where, [table], ballots.ctypes.data, ballots.shape[1], *results)
+    _run_table("signs_majority", where, [table], ballots.__array_interface__["data"][0], ballots.shape[1], *results)
     return winners, against.view(len(ballots), -1)
 
 
@@ -285,17 +285,18 @@ def decode_sums(
 
     Raises ValueError if a sum would be added to 16-bit floats, which are to be rounded once.
     """
-    terms = np.empty((*np.shape(columns[0]), len(columns) + 1), np.uint64)
+    terms = np.empty((*np.asarray(columns[0]).shape, len(columns) + 1), np.uint64)
     for i, column in enumerate(columns):
         terms[..., i] = column
     terms.view(np.float64)[..., -1] = weights
     table = np.empty((len(outs), 5), np.int64)  # struct WeightedSum
     table[:, 0], table[:, 1], table[:, 2], table[:, 3] = addresses(outs), numels(outs), terms.shape[1], add
-    table[:, 4] = list(map(_native.FLOATS.index, map(attrgetter("dtype"), outs)))
-    if add and table[:, 4].any():
+    table[:, 4] = types = list(map(_native.FLOATS.index, map(attrgetter("dtype"), outs)))
+    if add and any(types):
         raise ValueError(f"{kernel}: got 16-bit outs, expected {torch.float32} to add to, or add=False")
     run = _native.run_failed if fails else _native.run
-    return run(kernel, outs[0], table.ctypes.data, len(table), terms.ctypes.data) or 0
+    rows, of_rows = table.__array_interface__["data"][0], terms.__array_interface__["data"][0]
+    return run(kernel, outs[0], rows, len(table), of_rows) or 0
 
 
 # --- the largest elements of vectors, and coded indices
@@ -309,7 +310,7 @@ def abs_max(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     rows = [(x.data_ptr(), x.numel(), 1) for x in tensors]
     table = np.array(rows, np.int64)  # struct Matrix of csrc/common/orthogonalize.h
     _native.run("abs_max_columns", most, table.__array_interface__["data"][0], len(rows), most.data_ptr())
-    return most.split(1)
+    return most.split_with_sizes([1] * len(rows))
 
 
 def topk_abs(vectors: Sequence[Tensor], ks: Sequence[int], values: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -431,7 +432,7 @@ def bitmap_code_decode(
     table[:, 0], table[:, 1], table[:, 2] = streams, nbytes, counts
     table[:, 3] = begins = bitmaps.data_ptr() + np.cumsum(rows) - rows
     table[:, 4], table[:, 5] = of, segments
-    arguments = (table.ctypes.data, len(table), not where.is_cuda)
+    arguments = (table.__array_interface__["data"][0], len(table), not where.is_cuda)
     return begins, bitmaps, _native.run_failed("bitmap_code_decode", where, *arguments)
 
 
@@ -467,7 +468,7 @@ def transform_decode(parts: np.ndarray, code: int, outs: Sequence[Tensor], weigh
     for first in range(0, each, _MOST_PARTS):
         some = np.ascontiguousarray(parts[:, first : first + _MOST_PARTS])
         table[:, 2], table[:, 3] = some.shape[1], add or first > 0
-        arguments = (table.ctypes.data, len(table), some.ctypes.data, code, weight)
+        arguments = (table.__array_interface__["data"][0], len(table), some.ctypes.data, code, weight)
         if failed := _native.run_failed("transform_decode", outs[0], *arguments):
             row, column = divmod(failed - 1, some.shape[1])
             return 1 + row * each + first + column
@@ -482,8 +483,8 @@ def quantize_decode_sum(
 ) -> int:
     """`ops.quantize_decode_sum`. Returns 1 plus the number of a term with a corrupt norm; 0 if there is none."""
     table = np.stack((packed, norms), axis=1)  # struct QuantizedTerm of csrc/common/quantize.h
-    n = out.numel()
-    arguments = (table.ctypes.data, len(table), n, bits, min(bucket, max(1, n)), weight, add, *_native.floats(out))
+    rows, n = table.__array_interface__["data"][0], out.numel()
+    arguments = (rows, len(table), n, bits, min(bucket, max(1, n)), weight, add, *_native.floats(out))
     return _native.run_failed("quantize_decode_sum", out, *arguments)
 
 
@@ -494,14 +495,14 @@ def elias_decode_sum(
     """`ops.elias_decode_sum` of streams at these addresses. Returns 1 plus the number of a corrupt one, or 0."""
     table = np.empty((len(streams), 3), np.uint64)  # struct EliasTerm of csrc/common/elias.h
     table[:, 0], table[:, 1], table[:, 2] = streams, nbytes, norms
-    n = out.numel()
-    arguments = (table.ctypes.data, len(table), n, bits, min(bucket, max(1, n)), weight, add, out.data_ptr())
+    rows, n = table.__array_interface__["data"][0], out.numel()
+    arguments = (rows, len(table), n, bits, min(bucket, max(1, n)), weight, add, out.data_ptr())
     return _native.run_failed("elias_decode_sum", out, *arguments)
 
 
 def natural_decode_sum(payloads: np.ndarray, out: Tensor, weight: float, add: bool) -> int:
     """`ops.natural_decode_sum`. Returns 1 plus the number of a corrupt payload; 0 if there is none."""
-    arguments = (payloads.ctypes.data, len(payloads), out.numel(), weight, add, *_native.floats(out))
+    arguments = (payloads.__array_interface__["data"][0], len(payloads), out.numel(), weight, add, *_native.floats(out))
     return _native.run_failed("natural_decode_sum", out, *arguments)
 
 
@@ -516,8 +517,8 @@ def block_float_encode(
     keys = np.array([] if key is None else [key], np.uint64)
     _native.run(
         "block_float_encode", x, *_native.floats(x), 0 if residual is None else residual.data_ptr(), 1, x.numel(),
-        blocks, bits, block, 0 if key is None else keys.ctypes.data, replays.address(x, key is not None),
-        0 if error is None else error.data_ptr(), out.data_ptr(),
+        blocks, bits, block, 0 if key is None else keys.__array_interface__["data"][0],
+        replays.address(x, key is not None), 0 if error is None else error.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out
 
@@ -530,6 +531,6 @@ def block_float_decode(
     table = addresses(payloads)
     blocks = payloads[0].numel() // (4 + block * bits // 8)
     _native.run(
-        "block_float_decode", out, table.ctypes.data, len(payloads) // each, each, blocks, out.numel(), bits, block,
-        weight, 0 if start is None else start.data_ptr(), *_native.floats(out),
+        "block_float_decode", out, table.__array_interface__["data"][0], len(payloads) // each, each, blocks,
+        out.numel(), bits, block, weight, 0 if start is None else start.data_ptr(), *_native.floats(out),
     )  # fmt: skip

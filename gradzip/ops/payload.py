@@ -10,7 +10,6 @@ nothing waits for the device.
 
 from __future__ import annotations
 
-import itertools
 import struct
 from array import array
 from collections.abc import Sequence
@@ -74,7 +73,7 @@ def body_addresses(payloads: Sequence[Payload], nbytes: int | np.ndarray) -> np.
     bodies = [payload.body for payload in payloads]
     spare = groups.numels(bodies) - nbytes
     valid = (spare >= 0) & (spare < PAYLOAD_ALIGN)
-    if not valid.all():
+    if False in valid:
         index = int(valid.argmin())
         raise _misfit(payloads[index], np.broadcast_to(nbytes, spare.shape)[index], index)
     return groups.addresses(bodies)
@@ -247,7 +246,7 @@ def verify_payloads(expected: Sequence[ExpectedPayloads]) -> list[tuple[Tensor, 
     numbers = torch.empty(len(kept), dtype=torch.float32, device=device)
     if kept:
         entries = np.concatenate(rows)
-        arguments = (entries.ctypes.data, len(kept), table.data_ptr(), numbers.data_ptr())
+        arguments = (entries.__array_interface__["data"][0], len(kept), table.data_ptr(), numbers.data_ptr())
         _native.run("payload_verify", kept[0], *arguments)
     counts = [len(group.payloads) for group in expected]
     tables = table.split_with_sizes([count * _INSPECTED.itemsize for count in counts])
@@ -311,7 +310,7 @@ def open_payloads(
     valid = (rows["magic"] == _MAGIC) & (rows["version"] == VERSION) & (rows["method"] == method)
     valid &= (rows["digest"] == digest) & (rows["numel"] == numels) & (rows["nbytes"] == nbytes)
     valid &= (nbytes % PAYLOAD_ALIGN == 0) & (rows["checksum"] == checksums) & (ends >= HEADER_NBYTES)
-    if not valid.all():
+    if False in valid:
         i = int(valid.argmin())
         checksum_matches = rows["checksum"][i] == checksums[i]
         raise PayloadError(_fault(rows[i], int(nbytes[i]), method, digest, numels[i], checksum_matches), i)
@@ -323,8 +322,7 @@ def open_payloads(
 
 def unread_payloads(payloads: Sequence[Tensor], fields: Sequence[bytes]) -> list[Payload]:
     """Payloads whose headers the host does not read, with the fields that are expected of them."""
-    bodies = [payload[HEADER_NBYTES:] for payload in payloads]
-    return [tuple.__new__(Payload, one) for one in zip(itertools.repeat(0), fields, bodies)]
+    return [tuple.__new__(Payload, (0, field, payload[HEADER_NBYTES:])) for payload, field in zip(payloads, fields)]
 
 
 def _inspected(payloads: Sequence[Tensor]) -> np.ndarray:

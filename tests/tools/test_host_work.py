@@ -4,6 +4,7 @@ import functools
 import platform
 import shutil
 import sys
+import weakref
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ from benchmarks.host_work import (
     load,
 )
 from gradzip import _C
+from gradzip.averaging import optimizer_hooks
 from gradzip.averaging.buckets import cut
+from gradzip.averaging.optimizer_hooks import Skip
 from gradzip.cli import models
 from gradzip.collectives import cost
 from gradzip.methods.base.registry import registered
@@ -84,6 +87,15 @@ def test_calls_of_other_methods_grow_less_than_the_ranks():
         if ratio > GROWTH:
             print(f"{spec}: {ratio:.2f} times as many calls with {MANY} ranks as with {FEW}")
             assert ratio < MANY / FEW
+
+
+def test_the_pending_step_of_another_model_costs_no_calls(monkeypatch):
+    parameter = torch.nn.Parameter(torch.ones(1))
+    alone = calls(gradzip.NoCompression(), "ddp")
+    pending = Skip(parameters={id(parameter): weakref.ref(parameter)})
+    monkeypatch.setitem(optimizer_hooks._verdicts, id(parameter), pending)
+    assert calls(gradzip.NoCompression(), "ddp") == alone
+    assert optimizer_hooks._verdicts == {id(parameter): pending}
 
 
 # --- what is printed

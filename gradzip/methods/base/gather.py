@@ -171,7 +171,7 @@ class GatherCompressor(Compressor):
             outs: contiguous: of the shapes of the parts; float32, or as `writes_half` says.
             state: of the group, which may change. None for the owner of a partition, who encodes the average again.
         """
-        yield from jointly(self._sum_each, outs[0].device, CodedSum(outs, payloads, 1.0 / len(payloads)))
+        return jointly(self._sum_each, outs[0].device, CodedSum(outs, payloads, 1.0 / len(payloads)))
 
     def decode(self, payloads: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Average payloads, in order. On a CPU, the next call reuses the memory of the result.
@@ -266,26 +266,27 @@ class GatherCompressor(Compressor):
         """
         return bytes(16)
 
-    def opened(self, payloads: Sequence[Tensor], contents: Sequence[Content], group: Group) -> Routine:
+    def opened(self, payloads: Sequence[Tensor], contents: Sequence[tuple[Content, int]], group: Group) -> Routine:
         """Coroutine: check the headers of payloads. Returns an `ops.Payload` for each.
 
         On a device, the host does not wait for what they say, if it follows from what was encoded. A payload that is
         not as expected makes the step one to be skipped then.
 
         Args:
-            contents: of each.
+            contents: of the first payloads, and how many these are; of the next ones; and so on.
             group: payload i is from rank i % group.size.
 
         Raises:
             PayloadError: names the rank whose payload is truncated, corrupt or made with another configuration.
         """
-        different = {id(content): content for content in contents}.values()
-        numel_of, ranks = {id(content): content.numel for content in different}, group.size
-        numels = [numel_of[id(content)] for content in contents]
-        if group.on_device and self.fixed_nbytes:
-            fields_of = {id(content): self.fields_of(content.shapes, content.key) for content in different}
-            fields, known = [fields_of[id(content)] for content in contents], self.known_fields
-            expected = ops.ExpectedPayloads(payloads, numels, self.number, self.digest, fields, known)
+        numels: list[int] = []
+        fields: list[bytes] = []
+        ranks, expects = group.size, group.on_device and self.fixed_nbytes
+        for content, count in contents:
+            numels += [content.numel] * count
+            fields += [self.fields_of(*content)] * count if expects else []
+        if expects:
+            expected = ops.ExpectedPayloads(payloads, numels, self.number, self.digest, fields, self.known_fields)
             table, numbers = yield Local(ops.verify_payloads, group.device, expected)
             group.numbers.append(numbers)
             nbytes = list(map(Tensor.numel, payloads))
@@ -356,7 +357,7 @@ class GatherCompressor(Compressor):
             if state.scattered:
                 return (yield from self._scatter_reduce(group))
             content = Content(list(map(attrgetter("shape"), group.parts)), state.key(self.seed))
-            payload, earlier = yield from self.encoded(group)
+            payload, earlier = yield from self.encoded(group, content.key)
             if group.holds and self.vectors:  # lists are the gradients themselves: `complete_error` has time
                 own = ops.unread_payloads([payload], [self.fields_of(content.shapes, content.key)])
                 state.payload = [(own[0], None)]
@@ -365,7 +366,7 @@ class GatherCompressor(Compressor):
             elif not self.keeps_residual:
                 group.release_parts()
             payloads = yield self.gather(payload, group.numel)
-            contents = [content] * (len(earlier) + group.size)
+            contents = [(content, len(earlier) + group.size)]
             opened = (yield from self.opened([*earlier, *payloads], contents, group))[len(earlier) :]
             # What this rank has sent, each payload with the pieces of the group that it has; None for all.
             state.payload = [(opened[group.rank], None)]
@@ -375,13 +376,13 @@ class GatherCompressor(Compressor):
         except ops.PayloadError as error:
             raise self._of(group.name, error) from None
 
-    def encoded(self, group: Group) -> Routine:
+    def encoded(self, group: Group, key: Key) -> Routine:
         """Coroutine: encode the parts of a group. Methods that run a collective for that override it.
 
-        Returns the payload, and the payloads of an earlier round that are still to be opened.
+        key: of random draws. Returns the payload, and the payloads of an earlier round that are still to be opened.
         """
         yield from ()
-        return self.encode_all(group.parts, group.state.key(self.seed)), []
+        return self.encode_all(group.parts, key), []
 
     def _may_scatter(self, group: Group) -> bool:
         """Whether some step may exchange partitions: "auto" never does with two ranks."""
@@ -443,7 +444,7 @@ class GatherCompressor(Compressor):
             received = [payload[: nbytes[group.rank]] for payload in received]
         else:
             received = yield AllToAll(ops.join_payloads(payloads), tuple(nbytes), limit=limit)
-        of_all = [contents[group.rank]] * group.size + contents
+        of_all = [(contents[group.rank], group.size), *((content, 1) for content in contents)]
         opened = yield from self.opened([*received, *payloads], of_all, group)
         from_ranks, state.payload = opened[: group.size], list(zip(opened[group.size :], partitions))
         mine = partitions[group.rank]
@@ -459,7 +460,8 @@ class GatherCompressor(Compressor):
         payloads = yield self.gather(_filled_up([payload], longest) if known else payload, most)
         if known:
             payloads = [payload[:n] for payload, n in zip(payloads, nbytes)]
-        opened = yield from self.opened(payloads, [content._replace(key=owner) for content in contents], group)
+        of_owners = [(content._replace(key=owner), 1) for content in contents]
+        opened = yield from self.opened(payloads, of_owners, group)
         flat = torch.empty(group.numel, dtype=torch.float32, device=group.device)
         if not all_finite(opened):
             return Average(group.pieces(flat.fill_(math.nan)), math.nan)

@@ -96,7 +96,7 @@ class ListCodec(GatherCompressor):
         contents = list(map(attrgetter("body"), itertools.chain(*lists)))
         nbytes = groups.numels(contents).reshape(len(lists), -1)
         wrong = (nbytes != np.array(layout.nbytes)[:, None]).reshape(-1)
-        if wrong.any():
+        if True in wrong:
             i = int(wrong.argmax())
             expected = layout.nbytes[i // nbytes.shape[1]]
             got = f"got {contents[i].numel()} bytes after the header, expected {expected}"

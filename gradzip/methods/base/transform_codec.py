@@ -229,7 +229,7 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
         bits = np.full(len(rows), self.bits) if formats is None else formats["bits"]
         valid = (bits == self.bits) & (axes == axes[::each].repeat(each)) & (k >= 1) & (k <= of_all)
         valid &= (padding < ops.PAYLOAD_ALIGN) & (stream_nbytes >= 0)
-        if not valid.all():
+        if False in valid:
             i = int(valid.argmin())
             lengths, first = _lengths(axes[i]), _lengths(axes[i - i % each])
             got = f"its {nbytes[i]} bytes do not hold {k[i]} coefficients"
