@@ -422,7 +422,8 @@ class Session:
         for group in groups:
             if group.numbers:
                 numbers += group.numbers
-                late.names += group.numbered
+                length = sum(map(Tensor.numel, group.numbers))
+                late.names += group.shown if group.shows_averages else [group.names] * length
                 late.inspected += group.inspected
         if not numbers and agree is None:
             return skipped
@@ -458,11 +459,9 @@ class Session:
         """Update the residuals of groups that hold their errors, if a number is finite; then write their averages."""
         told = self._told if doubtful else ()
         in_doubt = {group for group, parameters in told if any(id(p) in doubtful for p in parameters)}
-        numbers = {device: number.to(device, non_blocking=True) for device in {group.device for group in held}}
         replays.current.numbers = self._replays
         try:
-            routines = {group: group.settle(numbers[group.device], group in in_doubt) for group in held}
-            Round(self.compressor.traffic).advance(routines)
+            Round(self.compressor.traffic).advance({group: group.settle(number, group in in_doubt) for group in held})
         except BaseException:
             self.drop()
             raise

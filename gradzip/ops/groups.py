@@ -189,9 +189,8 @@ def take_errors(of: Sequence[tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]])
 
     of: (number, residuals, errors) of each. The number is that of all.
     """
-    number = of[0][0]
-    infinite = number.lt(math.inf).logical_not_().reciprocal()  # if the number is finite; otherwise 1
-    residuals, errors = ([x for group in of for x in group[i]] for i in (1, 2))
+    infinite = of[0][0].lt(math.inf).logical_not_().reciprocal()  # if the number is finite; otherwise 1
+    residuals, errors = [x for _, some, _ in of for x in some], [x for _, _, some in of for x in some]
     restore_unless_finite(infinite, residuals, errors)
     return [None] * len(of)
 

@@ -773,7 +773,8 @@ def test_to_know_whether_averages_are_finite_takes_few_operations(spec):
         )
         assert checked.syncs == 0
         # The numbers; to join them, twice; their maximum, the verdict and its copy; NaN, and former states. Gradients
-        # that hold errors: the numbers of others, to join them, their maximum, its inverse, errors.
+        # that hold errors: the numbers of others, to join them, their maximum, its inverse, errors. Factors show averages:
+        # their numbers are the largest magnitudes of their columns, times their bound.
         held = 6 if gradzip.parse(spec).keeps_residual and front_end != "fsdp" and spec != "powersgd" else 0
         assert checked.ops - unchecked.ops <= (8 + held) * STEPS, checked.names - unchecked.names
 

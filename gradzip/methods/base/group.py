@@ -346,12 +346,10 @@ class Group:
         self.culprits = [] if finite else self.names
 
     @property
-    def numbered(self) -> list[Sequence[str]]:
-        """The names of the gradients that each of `numbers` is of."""
-        count = sum(map(len, self.numbers))
-        if not self.shows_averages:
-            return [self.names] * count
-        return [(name,) for name in self.names for _ in range(count // len(self.names))]
+    def shown(self) -> list[Sequence[str]]:
+        """The names that each of `numbers` shows an average of."""
+        each = sum(map(Tensor.numel, self.numbers)) // len(self.names)
+        return [(name,) for name in self.names for _ in range(each)]
 
     @property
     def errors(self) -> list[Tensor]:
@@ -365,7 +363,7 @@ class Group:
         """Coroutine, without collectives: update the residual if a number is finite, and write the average.
 
         Args:
-            number: float32 of 1 element, on the device: not finite if the step is to be skipped.
+            number: float32 of 1 element, on a device: not finite if the step is to be skipped.
             copies: whether the former residual is still needed (`keep`).
         """
         state = self.state
@@ -374,7 +372,7 @@ class Group:
         elif copies:
             state.residual = state.residual.clone()
         average, self.undecoded = self.undecoded, None
-        return self.method.settle(self, average, number)
+        return self.method.settle(self, average, number.to(self.device, non_blocking=True))
 
     @property
     def addends(self) -> list[Tensor]:
