@@ -773,8 +773,8 @@ def test_to_know_whether_averages_are_finite_takes_few_operations(spec):
         )
         assert checked.syncs == 0
         # The numbers; to join them, twice; their maximum, the verdict and its copy; NaN, and former states. Gradients
-        # that hold errors: the numbers of others, to join them, their maximum, its inverse, errors. Factors: their numbers
-        # are multiplied by a bound, at two ends of modules.
+        # that hold errors: the numbers of others, to join them, their maximum, its inverse, errors. Numbers of
+        # factors are multiplied by a bound: at two ends of modules.
         more = {"powersgd": 2, "signsgd": 6 if front_end != "fsdp" else 0}.get(spec, 0)
         assert checked.ops - unchecked.ops <= (8 + more) * STEPS, checked.names - unchecked.names
 
