@@ -16,12 +16,13 @@ struct Projection {
 };
 static_assert(sizeof(Projection) == 64, "gradzip/ops/low_rank.py writes it");
 
-// e = m - sent_p sent_q^T, then m = p q^T.
+// e = m - sent_p sent_q^T, then m = p q^T. e stays as it is if it is null, or if `number` is neither null nor finite.
 struct AverageUpdate {
   float *m, *e;
   const float *sent_p, *sent_q, *p, *q;
   int64_t rows, columns, rank;
+  const float* number;
 };
-static_assert(sizeof(AverageUpdate) == 72, "gradzip/ops/low_rank.py writes it");
+static_assert(sizeof(AverageUpdate) == 80, "gradzip/ops/low_rank.py writes it");
 
 }  // namespace gradzip

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <vector>
 
+#include "common/restore.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "cpu/vectors.h"
@@ -483,9 +484,12 @@ void expand(Expansion x, int64_t rows, int threads) {
 
 void apply_average(const AverageUpdate& a, int threads) {
   const auto t = panels(a.q, a.columns, a.rank);
+  const Product average{a.p, t.data()};
+  if (!a.e || (a.number && restores(*a.number)))
+    return expand({a.columns, a.rank, average, nullptr, a.m}, a.rows, threads);
   const auto sent_t = a.sent_q == a.q ? std::vector<float>() : panels(a.sent_q, a.columns, a.rank);
   const Product sent{a.sent_p, a.sent_q == a.q ? t.data() : sent_t.data()};
-  expand({a.columns, a.rank, sent, a.m, a.e, {a.p, t.data()}, a.m}, a.rows, threads);
+  expand({a.columns, a.rank, sent, a.m, a.e, average, a.m}, a.rows, threads);
 }
 
 }  // namespace

@@ -133,13 +133,17 @@ int64_t low_rank_project(void* workspace, const Projection* table, int64_t count
 void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, const float* from,
                      float* out, cudaStream_t stream) {
   expand(
-      1, [&](int64_t) { return ExpandEntry{rows, columns, rank, {p, q}, from, out, {}, nullptr, false, 0}; }, stream);
+      1, [&](int64_t) { return ExpandEntry{rows, columns, rank, {p, q}, from, nullptr, out, {}, nullptr, false, 0}; },
+      stream);
 }
 
 void low_rank_apply_average(const AverageUpdate* table, int64_t count, cudaStream_t stream) {
   const auto entry = [&](int64_t i) {
     const AverageUpdate& a = table[i];
-    return ExpandEntry{a.rows, a.columns, a.rank, {a.sent_p, a.sent_q}, a.m, a.e, {a.p, a.q}, a.m, false, 0};
+    const Product average{a.p, a.q};
+    if (!a.e) return ExpandEntry{a.rows, a.columns, a.rank, average, nullptr, nullptr, a.m, {}, nullptr, false, 0};
+    const Product sent{a.sent_p, a.sent_q};
+    return ExpandEntry{a.rows, a.columns, a.rank, sent, a.m, a.number, a.e, average, a.m, false, 0};
   };
   expand(count, entry, stream);
 }

@@ -4,6 +4,7 @@
 // results depend on the sizes only, not on the device or the order of blocks.
 #pragma once
 
+#include "common/restore.h"
 #include "cuda/block/quads.cuh"
 #include "cuda/block/table.cuh"
 
@@ -271,11 +272,12 @@ struct ExpandTile {
   }
 };
 
-// out = first, or from - first unless `from` is null; then m = second, unless m is null.
+// out = first, or from - first unless `from` is null; then m = second, unless m is null. If `number` is neither null nor
+// finite, from - first is not written.
 struct ExpandEntry {
   int64_t rows, columns, rank;
   Product first;
-  const float* from;
+  const float *from, *number;
   float* out;
   Product second;
   float* m;
@@ -290,7 +292,7 @@ static_assert(sizeof(ExpandTable) < 4000, "it fits the 4 KB that a kernel may ha
 
 __global__ void __launch_bounds__(kBlock) expand_product_kernel(ExpandTable table) {
   __shared__ ProductStage stage;
-  const auto [rows, columns, rank, first, from, out, second, m, wide, first_block] =
+  const auto [rows, columns, rank, first, from, number, out, second, m, wide, first_block] =
       table.entries[entry_of_block(table)];
   const ExpandTile tile(rows, columns, wide, blockIdx.x - first_block);
   float4 old[4], acc[4];
@@ -300,7 +302,7 @@ __global__ void __launch_bounds__(kBlock) expand_product_kernel(ExpandTable tabl
 #pragma unroll
     for (int u = 0; u < 4; ++u)
       old[u] = make_float4(old[u].x - acc[u].x, old[u].y - acc[u].y, old[u].z - acc[u].z, old[u].w - acc[u].w);
-    tile.store(out, old);
+    if (!number || !restores(__ldg(number))) tile.store(out, old);
   } else {
     tile.store(out, acc);
   }

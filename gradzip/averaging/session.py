@@ -415,29 +415,32 @@ class Session:
         skipped = not all(map(attrgetter("finite"), groups))
         if not skipped:
             skipped = not ops.all_finite([x for x in others if not x.is_cuda])
-        held, of_held = [group for group in groups if group.holds], []
-        late, averages = self._watch([group for group in groups if not group.holds], others)
+        held = [group for group in groups if group.holds]
+        watched = [group for group in groups if not (group.holds or group.shows_averages)]
+        late, averages = self._watch(watched, others)
         numbers = _largest(averages)
         for group in groups:
-            numbers += group.numbers
-            late.names += [group.names] * sum(map(len, group.numbers))
-            late.inspected += group.inspected
-        if held:
-            magnitudes, number = _joined(numbers, skipped)
-            self._settle(held, number, doubtful)
-            of_held = [gradient for group in held for gradient in group.gradients]
-            late.names += [(name,) for group in held for name in group.names]
-            numbers = [magnitudes, *_largest(of_held)]
+            if group.numbers:
+                numbers += group.numbers
+                length = sum(map(Tensor.numel, group.numbers))
+                late.names += group.shown if group.shows_averages else [group.names] * length
+                late.inspected += group.inspected
         if not numbers and agree is None:
             return skipped
         magnitudes, number = _joined(numbers or [torch.zeros(1, device=self.engine.device)], skipped)
+        if held:
+            self._settle(held, number, doubtful)
+            if written := [gradient for group in held if not group.shows_averages for gradient in group.gradients]:
+                late.names += [(name,) for group in held if not group.shows_averages for name in group.names]
+                magnitudes, number = _joined([magnitudes, *_largest(written)], skipped)
         if agree is not None:
             number = agree(number)
             magnitudes = torch.cat([magnitudes, number])
         if not number.is_cuda:
             return not math.isfinite(number)
-        filled = len(averages) if fills else len(averages) - sum(x.is_cuda for x in others)
-        _restore(number, averages[:filled] + of_held)
+        filled = averages if fills else averages[: len(averages) - sum(x.is_cuda for x in others)]
+        filled += [gradient for group in groups if group not in watched for gradient in group.gradients]
+        _restore(number, filled)
         verdict = Verdict(number, magnitudes)
         self._is_captured = verdict.is_captured
         if not verdict.is_captured:  # what a replay finds out, nobody reads
@@ -453,16 +456,12 @@ class Session:
         return skipped
 
     def _settle(self, held: Sequence[Group], number: Tensor, doubtful: Collection[int]) -> None:
-        """Have residuals take the errors that gradients hold, if a number is finite; then write averages there."""
+        """Update the residuals of groups that hold their errors, if a number is finite; then write their averages."""
         told = self._told if doubtful else ()
         in_doubt = {group for group, parameters in told if any(id(p) in doubtful for p in parameters)}
-        residuals = [residual for group in held for residual in group.residuals(group in in_doubt)]
-        errors = [gradient for group in held for gradient in group.gradients]
-        infinite = number.lt(math.inf).logical_not_().reciprocal()  # if the number is finite; otherwise 1
-        _restore(infinite, residuals, errors)
         replays.current.numbers = self._replays
         try:
-            Round(self.compressor.traffic).advance({group: group.settle() for group in held})
+            Round(self.compressor.traffic).advance({group: group.settle(number, group in in_doubt) for group in held})
         except BaseException:
             self.drop()
             raise

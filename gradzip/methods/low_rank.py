@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import Mean, ToHost
+from ..collectives.fusion import flattened
 from ..collectives.routines import Local, Routine
 from ..memory.state import Key
 from ..ops import groups
@@ -60,6 +61,8 @@ class LowRank(ErrorFeedback):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("rank", isinstance(self.rank, int) and self.rank >= 1, "an integer >= 1")
+        # A bound of the magnitudes in P Qᵀ where those in one factor are up to 1, and the other one is orthonormal.
+        self._most_of_product = self.rank * _ORTHONORMAL
         # Local work for all Q, and for all P: they are not joined.
         self._follow = partial(self._follow_all, False), partial(self._follow_all, True)
         # By `transpose` and the first name: of which groups, and what `_given_of` returned. FSDP2's modules may end
@@ -109,16 +112,27 @@ class LowRank(ErrorFeedback):
         q = average.q.view(-1, of.rank).split(of.columns.tolist())
         return max(map(ops.abs_max, map(ops.low_rank_expand, p, q)))
 
+    def holds(self, group: Group) -> bool:
+        return self.keeps_residual
+
     def commit(self, group: Group, average: Factors) -> Routine:
-        state, parts = group.state, group.parts
-        # Without error feedback, what is not sent is written to memory that nobody reads.
-        residual = state.renewed("residual", parts[0], group.numel)
+        state, parts, residual = group.state, group.parts, None
         if self.error_feedback:
-            state.residual = residual
-        sent = average.sent_p, average.sent_q
-        update = groups.Update(average.matrices, parts, residual, *sent, average.p, average.q)
-        yield Local(groups.apply_averages, group.device, update)
+            residual = state.residual = state.renewed("residual", parts[0], group.numel)
+        yield self._update(group, average, parts, residual)
         group.write(parts)
+
+    def settle(self, group: Group, average: Factors, number: Tensor) -> Routine:
+        yield self._update(group, average, group.gradients, group.state.residual, number)
+        if self.residual_decay != 1:
+            yield from self.decay_residuals(group, number)
+
+    def _update(
+        self, group: Group, of: Factors, parts: Sequence[Tensor], residual: Tensor | None, number: Tensor | None = None
+    ) -> Local:
+        """Local work: write the residual, unless a number is not finite, and the average to the parts."""
+        update = groups.Update(of.matrices, parts, residual, of.sent_p, of.sent_q, of.p, of.q, number)
+        return Local(groups.apply_averages, group.device, update)
 
     def random_factor(self, group: Group, transpose: bool, step: int | None = None) -> Tensor:
         """Uniform numbers in [-1/2, 1/2) for all Q (P with `transpose`), the same on all ranks and all hardware.
@@ -134,15 +148,20 @@ class LowRank(ErrorFeedback):
         return torch.from_numpy(np.concatenate(factors).reshape(-1)).to(group.device)
 
     def following(self, group: Group, factor: Tensor, transpose: bool, scaled: bool) -> Routine:
-        """Coroutine: the factors to start the next step from, and the largest magnitude of `factor`, 0 if nobody looks.
+        """Coroutine: the factors to start the next step from, and a bound of the magnitudes in P Qᵀ, 0 if nobody looks.
 
         Columns that are 0, as after a gradient of zeros, are replaced by random ones: `orthogonalize_` would replace
         them by unit vectors. If the gradient is always 0 in that row or column, as for dead units, the column would
         stay 0 in all later steps, which lowers the rank. Random columns are those of step 0 in all steps: a captured
         step has no host that draws others.
 
+        Where a device tells if a step is skipped, `Group.numbers` gets twice the bounds, by columns: as of other
+        methods, magnitudes above 2^127 count as infinite. They are not finite if an element of a gradient of any rank
+        is not: its products with a row of the other factor are then NaN or inf, also those with 0, and so are sums and
+        means of these.
+
         Args:
-            factor: all Q, or all P with `transpose`.
+            factor: all Q, or all P with `transpose`. The columns of the others are orthonormal.
             scaled: divide each matrix by its largest magnitude, unless that is 0. Otherwise, the result may be
                 `factor`.
         """
@@ -157,7 +176,7 @@ class LowRank(ErrorFeedback):
         elif scaled:
             numels = self.rank * (matrices.rows if transpose else matrices.columns)
             factor = yield Local(_quotients, group.device, (factor, numels, most.max(1)))
-        return factor, float(most.max())
+        return factor, self._most_of_product * float(most.max())
 
     def _follow_all(self, transpose: bool, of: list[tuple[Group, Tensor, Tensor, bool]]) -> list[Tensor]:
         """`following` for several groups, from the largest magnitudes of columns. Does not wait for a device."""
@@ -168,14 +187,25 @@ class LowRank(ErrorFeedback):
         if self._given.get(first, (None,))[0] != key:
             self._given[first] = key, *self._given_of(of_groups, transpose)
         _, matrix_of, random = self._given[first]
-        largest = torch.cat([columns for _, _, columns, _ in of])
-        result = torch.cat([factor for _, factor, *_ in of]).view(-1, self.rank)
+        largest = flattened([columns for _, _, columns, _ in of]).view(-1, self.rank)
+        result = flattened([factor for _, factor, *_ in of]).view(-1, self.rank)
         if scaled:
             scale = largest.amax(1, keepdim=True)
-            result /= scale.where(scale > 0, 1.0)[matrix_of]
+            result = result / scale.where(scale > 0, 1.0)[matrix_of]
         zero = (largest == 0)[matrix_of]
         followed = random.where(zero, result)
+        self._show_averages(of_groups, largest)
         return list(followed.view(-1).split_with_sizes([factor.numel() for _, factor, *_ in of]))
+
+    def _show_averages(self, of: Sequence[Group], largest: Tensor) -> None:
+        """Give groups on a device their numbers. largest: the largest magnitudes of the columns of all."""
+        # Not only if gradients hold errors, which may differ between ranks. 16-bit gradients overflow before.
+        if self.memory.checks and of[0].on_device:
+            bounds = 2 * self._most_of_product * largest.view(-1)
+            for group, own in zip(of, bounds.split_with_sizes([self.rank * len(group.names) for group in of])):
+                if group.gradients[0].dtype == torch.float32:
+                    group.numbers.append(own)
+                    group.shows_averages = group.method is self
 
     def _given_of(self, of: Sequence[Group], transpose: bool) -> tuple[Tensor, Tensor]:
         """For each row of the factors of groups, the number of its matrix among all; and the factors of step 0."""
@@ -235,8 +265,8 @@ class PowerSGD(LowRank):
         yield self.orthogonalized(group, p, transpose=True)  # replaces columns that are not finite; Q shows them
         q = yield Mean((yield self.project(group, p, transpose=True)))
         # Only the span of Q matters. Scaling keeps the magnitude of the next P that of the gradient, not its square.
-        state.q, largest = yield from self.following(group, q, transpose=False, scaled=True)
-        return Factors(p, q, p, q, self.rank * _ORTHONORMAL * largest, group.planned(self.matrices))
+        state.q, bound = yield from self.following(group, q, transpose=False, scaled=True)
+        return Factors(p, q, p, q, bound, group.planned(self.matrices))
 
     def state_shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
         return super().state_shapes(shape) | {"q": (_matrix_shape(shape)[1], self.rank)}
@@ -282,8 +312,7 @@ class ACPSGD(LowRank):
             yield self.orthogonalized(group, fixed, transpose)
         own = yield self.project(group, fixed, transpose, state.residual)
         mean = yield Mean(own, keep=True)
-        following, largest = yield from self.following(group, mean, not transpose, scaled=False)
-        bound = self.rank * _ORTHONORMAL * largest
+        following, bound = yield from self.following(group, mean, not transpose, scaled=False)
         if self.reuse:  # orthogonalized here, where all matrices of a step take one call
             # The given factor stays: on a device, a step that is skipped counts, and the next one takes it again.
             if not group.on_device:

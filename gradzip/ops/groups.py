@@ -9,6 +9,7 @@ Python. Of tables with fields, the former makes more.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from operator import attrgetter, methodcaller
 from typing import NamedTuple
@@ -80,27 +81,29 @@ class Update(NamedTuple):
 
     matrices: Matrices
     parts: Sequence[Tensor]
-    residual: Tensor  # these are all flat
+    residual: Tensor | None  # these are all flat
     sent_p: Tensor
     sent_q: Tensor
     p: Tensor
     q: Tensor
+    number: Tensor | None  # if it is not finite, the residual stays as it is
 
 
 def apply_averages(updates: Sequence[Update]) -> list[None]:
     """`low_rank_apply_average_all` for the matrices of several groups, in one call."""
     tables = []
-    for matrices, parts, residual, sent_p, sent_q, p, q in updates:
-        table = np.empty((len(matrices.rows), 9), np.int64)  # struct AverageUpdate of csrc/common/low_rank.h
+    for matrices, parts, residual, sent_p, sent_q, p, q, number in updates:
+        table = np.empty((len(matrices.rows), 10), np.int64)  # struct AverageUpdate of csrc/common/low_rank.h
         table[:, 0] = list(map(methodcaller("data_ptr"), parts))
-        table[:, 1] = residual.data_ptr() + matrices.at
+        table[:, 1] = 0 if residual is None else residual.data_ptr() + matrices.at
         for column, (factor, at) in enumerate(
             ((sent_p, matrices.p_at), (sent_q, matrices.q_at), (p, matrices.p_at), (q, matrices.q_at)), start=2
         ):
             table[:, column] = factor.data_ptr() + at
         table[:, 6], table[:, 7], table[:, 8] = matrices.rows, matrices.columns, matrices.rank
+        table[:, 9] = 0 if number is None else number.data_ptr()
         tables.append(table)
-    _run_table("low_rank_apply_average", updates[0].residual, tables)
+    _run_table("low_rank_apply_average", updates[0].p, tables)
     return [None] * len(updates)
 
 
@@ -179,6 +182,17 @@ def restore_unless_finite(
         table[:, 1] = [0 if source is None else source.data_ptr() for source in sources]
         table[:, 3] = _pattern_of(fill, targets[0].dtype) if fill else 0
         _native.run("restore", number, number.data_ptr(), table.__array_interface__["data"][0], len(table))
+
+
+def take_errors(of: Sequence[tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]]) -> list[None]:
+    """Overwrite the residuals of several groups by their errors if a number is finite, in one call.
+
+    of: (number, residuals, errors) of each. The number is that of all.
+    """
+    infinite = of[0][0].lt(math.inf).logical_not_().reciprocal()  # if the number is finite; otherwise 1
+    residuals, errors = [x for _, some, _ in of for x in some], [x for _, _, some in of for x in some]
+    restore_unless_finite(infinite, residuals, errors)
+    return [None] * len(of)
 
 
 # --- lists of tensors, encoded one after the other in the body of one payload

@@ -40,7 +40,7 @@ def _output(out: Tensor | None, what: str, rows: int, columns: int, device: torc
 
 # A matrix to project: m, e or None, factor, and whether to transpose. An average to apply: m, e, sent_p, sent_q, p, q.
 Projection = tuple[Tensor, Tensor | None, Tensor, bool]
-AverageUpdate = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+AverageUpdate = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor]
 
 
 def low_rank_project(
@@ -90,12 +90,14 @@ def _project(projections: Sequence[Projection], out: Tensor | None) -> list[Tens
     return outs
 
 
-def low_rank_apply_average_all(updates: Sequence[AverageUpdate]) -> None:
+def low_rank_apply_average_all(updates: Sequence[AverageUpdate], number: Tensor | None = None) -> None:
     """Set e = m - sent_p @ sent_qᵀ (the new residual), then m = p @ qᵀ (the average gradient), each in one pass.
 
-    updates: (m, e, sent_p, sent_q, p, q) of each matrix. m, e: (n, m), in place; e is not read. sent_p, p: (n, r);
-    sent_q, q: (m, r). The factors sent may be p and q themselves; if both are, one product is computed. m gets the bits
-    of `low_rank_expand(p, q)`. No m or e may overlap another tensor.
+    updates: (m, e, sent_p, sent_q, p, q) of each matrix. m, e: (n, m), in place; e is not read, and may be None.
+    sent_p, p: (n, r); sent_q, q: (m, r). The factors sent may be p and q themselves; if both are, one product is
+    computed. m gets the bits of `low_rank_expand(p, q)`. No m or e may overlap another tensor.
+
+    number: float32, 1 element. If it is inf or NaN, all e stay as they are.
 
     >>> m, e = torch.tensor([[31.0, 7.0]]), torch.empty(1, 2)
     >>> sent_p, sent_q = torch.tensor([[3.0]]), torch.tensor([[10.0], [2.0]])
@@ -103,20 +105,22 @@ def low_rank_apply_average_all(updates: Sequence[AverageUpdate]) -> None:
     >>> m.tolist(), e.tolist()
     ([[1.0, 1.0]], [[1.0, 1.0]])
     """
-    table = _native.Table("<QQQQQQqqq")  # struct AverageUpdate of csrc/common/low_rank.h
+    table = _native.Table("<QQQQQQqqqQ")  # struct AverageUpdate of csrc/common/low_rank.h
     changed = []
     for m, e, sent_p, sent_q, p, q in updates:
-        _native.in_place(m, torch.float32, "low_rank_apply_average: m", device=table.device)
+        changed.append(_native.in_place(m, torch.float32, "low_rank_apply_average: m", device=table.device))
         m = _matrix(m, "low_rank_apply_average: m")
         rows, columns = m.shape
-        e = _in_place(e, "low_rank_apply_average: e", rows, columns, m.device)
+        if e is not None:
+            changed.append(_in_place(e, "low_rank_apply_average: e", rows, columns, m.device))
         p = _matrix(p, "low_rank_apply_average: p", rows, device=m.device)
         rank = p.shape[1]
         q = _matrix(q, "low_rank_apply_average: q", columns, rank, m.device)
         sent_p = _matrix(sent_p, "low_rank_apply_average: sent_p", rows, rank, m.device)
         sent_q = _matrix(sent_q, "low_rank_apply_average: sent_q", columns, rank, m.device)
-        changed += [m, e]
-        table.add(m, e, sent_p, sent_q, p, q, rows, columns, rank)
+        if number is not None:
+            number = _native.check(number, torch.float32, "low_rank_apply_average: number", 1, m.device)
+        table.add(m, e, sent_p, sent_q, p, q, rows, columns, rank, number)
     _native.check_distinct(changed, "low_rank_apply_average: m, e")
     table.run("low_rank_apply_average")
 

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
 RANKS = 3
 GROUP = SimpleNamespace(size=RANKS, numel=1 << 14, state=None)
 HELD = kinds.examples(lambda compressor: compressor.undone_on_device and compressor.holds(GROUP))
-HELD += ["signsgd:majority=False,residual_decay=0.9", "fft-range:block=50"]
+HELD += ["signsgd:majority=False,residual_decay=0.9", "fft-range:block=50", "acpsgd:residual_decay=0.9"]
+LOW_RANK = [spec for spec in HELD if hasattr(gradzip.parse(spec), "rank")]
 ADJACENT = {"a.weight": torch.Size((40, 300)), "b.weight": torch.Size((64, 20, 3, 3))}
 APART = {"a.weight": ADJACENT["a.weight"], "bias": torch.Size((7,)), "b.weight": ADJACENT["b.weight"]}
 HOST = SimpleNamespace(tensor=lambda x: x, uncounted=contextlib.nullcontext)
@@ -58,9 +59,9 @@ class Job:
         change(gradients)
         found, settle = {}, Group.settle
 
-        def held(group):
+        def held(group, *arguments):
             self.held += group.names
-            return settle(group)
+            return settle(group, *arguments)
 
         with mock.patch.object(Group, "settle", held):
             for i, names in enumerate(self.buckets[:buckets]):
@@ -96,10 +97,13 @@ def broken(gradients):
 @pytest.mark.parametrize("spec", HELD)
 def test_averages_and_residuals_are_those_of_the_cpu(spec, shapes, device):
     there, here = Job(spec, device, shapes), Job(spec, HOST, shapes)
+    waits = {"powersgd:rank=3,warm_start=False": 4}.get(
+        spec, 2 if spec.startswith("acpsgd") else 1
+    )  # factors are drawn
     for number in range(4):
         with device.counting() as counts:
             averages = there.start(number)
-        assert counts.syncs == 0 or number == 0, counts.waits
+        assert counts.syncs == 0 or number < waits, counts.waits
         assert equal(averages, here.start(number)) and equal(there.residuals(), here.residuals()), number
         assert any(residual.any() for residual in there.residuals().values())
     assert set(there.held) == ADJACENT.keys() and not here.held
@@ -137,6 +141,28 @@ def test_a_skipped_step_does_not_touch_the_residual(spec, shapes, device):
             after = jobs[0].residuals()
             assert equal(after, before) if number else not any(residual.any() for residual in after.values())
     assert jobs[0].held and not jobs[1].held
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("spec", LOW_RANK)
+def test_factors_show_what_is_not_finite(spec, value, device):
+    """Those of both turns, where the other factor is 0, and where `orthogonalize_` has replaced NaN."""
+
+    def broken(gradients):
+        gradients["a.weight"][3, 5] = value
+
+    job, before = Job(spec, device), {}
+    for number in range(8):
+        if number in (4, 7):
+            state = job.compressor.states["a.weight and 1 more"]
+            for field, row in {"q": 5, "next_q": 5, "next_p": 3}.items():
+                if hasattr(state, field):
+                    getattr(state, field).host.view(-1, job.compressor.rank)[row] = 0.0
+        averages = job.start(number, broken if number in (4, 7) else dict)
+        assert job.compressor.last_step_skipped == (number in (4, 7))
+        if number in (4, 7):
+            assert equal(job.residuals(), before) and all(average.isnan().all() for average in averages.values())
+        before = job.residuals()
 
 
 @pytest.mark.parametrize("spec", HELD)

@@ -2,6 +2,7 @@ import ctypes
 import ctypes.util
 import functools
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -105,6 +106,24 @@ def test_apply_average(simd, threads, n, c, r):
             assert torch.equal(again, m) and torch.equal(residual, e)
 
 
+@pytest.mark.parametrize("number", [0.0, 3e38, -1.0, float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("n, c", SHAPES)
+def test_a_number_that_is_not_finite_keeps_what_was_left(n, c, number, threads):
+    """Of all matrices of a table. The averages are written anyway, and alone if there is no e."""
+    shapes, r = [(n, c), (c, n)], 4
+    ms, before = ([torch.randn(shape) for shape in shapes] for _ in range(2))
+    ps, qs, sent = ([torch.randn(shape[i], r) for shape in shapes] for i in (0, 1, 0))
+    es, wanted, got = ([x.clone() for x in some] for some in (before, ms, ms))
+    ops.low_rank_apply_average_all(list(zip(got, es, sent, qs, ps, qs)), torch.tensor([number]))
+    left = [torch.empty_like(e) for e in es]
+    ops.low_rank_apply_average_all(list(zip(wanted, left, sent, qs, ps, qs)))
+    kept = left if math.isfinite(number) else before
+    assert all(map(torch.equal, got + es, wanted + kept)) and not torch.equal(left[0], before[0])
+    alone = [m.clone() for m in ms]
+    ops.low_rank_apply_average_all([(m, None, *factors) for m, *factors in zip(alone, sent, qs, ps, qs)])
+    assert all(map(torch.equal, alone, wanted))
+
+
 @pytest.mark.parametrize("columns", [1024, 1025])
 def test_large_matrices_have_the_bits_of_their_rows(simd, threads, columns):
     n, r = 4100, 3  # more than 2^22 elements: whole lines are written past the cache
@@ -198,6 +217,12 @@ def test_errors():
         ops.low_rank_apply_average_all([(m, torch.zeros(6, 4), p, q, p, q)])
     with pytest.raises(ValueError, match=r"m: got strides \(1, 4\), expected a contiguous tensor"):
         ops.low_rank_apply_average_all([(torch.zeros(6, 4).t(), e, p, q, p, q)])
+    with pytest.raises(ValueError, match="number: got 2 elements, expected 1"):
+        ops.low_rank_apply_average_all([(m, e, p, q, p, q)], torch.zeros(2))
+    with pytest.raises(ValueError, match="number: got torch.float64, expected torch.float32"):
+        ops.low_rank_apply_average_all([(m, e, p, q, p, q)], torch.zeros(1, dtype=torch.float64))
+    with pytest.raises(ValueError, match="number: got a tensor on meta, expected one on the CPU"):
+        ops.low_rank_apply_average_all([(m, e, p, q, p, q)], torch.zeros(1, device="meta"))
 
 
 def test_tables_have_the_bits_of_single_matrices(simd, threads):

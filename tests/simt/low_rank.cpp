@@ -35,6 +35,28 @@ static Projection projection(const float* m, float* e, int64_t rows, int64_t col
   return {m, e, rows, columns, factor, rank, transpose, out};
 }
 
+// A number that is not finite leaves e as it is; without e, nobody reads it. m gets its product anyway.
+static void test_number(int64_t rows, int64_t columns, int64_t rank, int64_t skip) {
+  const auto values = simt::data(simt::Kind::normal, rows * columns);
+  const auto residual = simt::data(simt::Kind::sparse, rows * columns);
+  const Floats p(simt::data(simt::Kind::normal, rows * rank)), q(simt::data(simt::Kind::ties, columns * rank), 1);
+  const Floats sent(simt::data(simt::Kind::sparse, rows * rank)), product(rows * columns);
+  const Floats without(values), error(residual);
+  cpu::low_rank_expand(p, q, rows, columns, rank, nullptr, product, 1);
+  const AverageUpdate plain{without, error, sent, q, p, q, rows, columns, rank, nullptr};
+  cpu::low_rank_apply_average(&plain, 1, 1);
+  for (float value : {0.0f, -1.0f, 3e38f, INFINITY, -INFINITY, NAN, -NAN})
+    for (bool has_e : {true, false})
+      for (bool on_cpu : {true, false}) {
+        const Floats x(values, skip), e(residual, skip), number(std::vector<float>{value});
+        const AverageUpdate table{x, has_e ? e.get() : nullptr, sent, q, p, q, rows, columns, rank, number};
+        on_cpu ? cpu::low_rank_apply_average(&table, 1, 1) : cuda::low_rank_apply_average(&table, 1, nullptr);
+        const float* expected = has_e && std::isfinite(value) ? error.get() : residual.data();
+        simt::expect_equal(e.get(), expected, e.size(), "low_rank_apply_average with a number: e");
+        simt::expect_equal(x.get(), product.get(), x.size(), "low_rank_apply_average with a number: m");
+      }
+}
+
 static void test(int64_t rows, int64_t columns, int64_t rank, int64_t skip) {
   const auto values = simt::data(simt::Kind::normal, rows * columns);
   const auto residual = simt::data(simt::Kind::sparse, rows * columns);
@@ -75,16 +97,17 @@ static void test(int64_t rows, int64_t columns, int64_t rank, int64_t skip) {
 
   for (const float* sent : {p.get(), sent_p.get()}) {
     const Floats gradient(values), kept(rows * columns);
-    const AverageUpdate on_cpu{gradient, kept, sent, q, p, q, rows, columns, rank};
+    const AverageUpdate on_cpu{gradient, kept, sent, q, p, q, rows, columns, rank, nullptr};
     cpu::low_rank_apply_average(&on_cpu, 1, 1);
     simt::in_any_order(rows * columns, [&] {
       const Floats x(values, skip), e(rows * columns, skip);
-      const AverageUpdate table{x, e, sent, q, p, q, rows, columns, rank};
+      const AverageUpdate table{x, e, sent, q, p, q, rows, columns, rank, nullptr};
       cuda::low_rank_apply_average(&table, 1, nullptr);
       simt::expect_equal(e.get(), kept.get(), e.size(), "low_rank_apply_average: e");
       simt::expect_equal(x.get(), gradient.get(), x.size(), "low_rank_apply_average: m");
     });
   }
+  test_number(rows, columns, rank, skip);
 }
 
 // Several matrices, of several sizes and both directions, in one table.
@@ -107,7 +130,7 @@ static void test_table() {
     const auto p = simt::data(simt::Kind::normal, rows * rank), q = simt::data(simt::Kind::ties, columns * rank);
     for (auto* to : {&one_by_one, &updates}) {
       float *const at_p = keep(p, 0), *const at_q = keep(q, 0);
-      to->push_back({keep(m, i), keep(e, i), at_p, at_q, at_p, at_q, rows, columns, rank});
+      to->push_back({keep(m, i), keep(e, i), at_p, at_q, at_p, at_q, rows, columns, rank, nullptr});
     }
     ++i;
   }

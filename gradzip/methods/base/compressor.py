@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...collectives import ToHost
+from ...collectives.fusion import pieces
 from ...collectives.node_chunks import NodeChunks
 from ...collectives.routines import Local, Routine, jointly
 from ...collectives.traffic import Traffic
@@ -236,7 +237,9 @@ class Compressor(ABC):
     def holds(self, group: Group) -> bool:
         """Whether the error of a group on a device can be held in the gradients' memory in this step (`Group.holds`).
 
-        If so, `reduce` or `complete_error` turns `group.parts` into it in place. The residual takes it before `commit`.
+        If so, `reduce` or `complete_error` turns `group.parts` into it in place, and the residual takes it before
+        `commit`. Or they leave there what `settle` computes it from. `reduce` adds to `Group.numbers` those that tell
+        whether it is finite.
         """
         return False
 
@@ -289,6 +292,18 @@ class Compressor(ABC):
         The residual is there already if the gradients have held it.
         """
         return jointly(self.apply_averages, group.device, (group, average))
+
+    def settle(self, group: Group, average: Any, number: Tensor) -> Routine:
+        """Coroutine, without collectives: have the residual take the error that gradients hold; write the average.
+
+        number: float32 of 1 element, on the device: not finite if the residual must stay as it is.
+        """
+        assert group.state.residual is not None
+        residuals = pieces(group.state.residual, group.shapes_of_parts)
+        yield Local(groups.take_errors, group.device, (number, residuals, group.gradients))
+        yield from self.commit(group, average)
+        if self.residual_decay != 1:
+            yield from self.decay_residuals(group, number)
 
     def apply_averages(self, updates: list[tuple[Group, Average]]) -> list[None]:
         """`commit` for several groups."""
@@ -362,16 +377,21 @@ class Compressor(ABC):
         """Subtract what peers decode of this rank's groups from what becomes the residuals (`Group.errors`)."""
         raise TypeError(f"{type(self).__name__} has no error feedback")
 
-    def decay_residuals(self, group: Group) -> Routine:
-        """Coroutine: multiply the residuals that the step has left by `residual_decay`, in place."""
-        own = group.gradients if group.holds else [group.state.residual]
-        residuals = [x for x in (*own, getattr(group.state, "owner_residual", None)) if x is not None]
-        if residuals:
-            yield Local(self._decay_all, group.device, residuals)
+    def decay_residuals(self, group: Group, number: Tensor | None = None) -> Routine:
+        """Coroutine: multiply the residuals that the step has left by `residual_decay`, in place.
 
-    def _decay_all(self, residuals: list[list[Tensor]]) -> list[None]:
-        torch._foreach_mul_([*itertools.chain(*residuals)], self.residual_decay)  # one operation on a device
-        return [None] * len(residuals)
+        number: if it is not finite, the residuals stay as they are.
+        """
+        own = group.state.residual, getattr(group.state, "owner_residual", None)
+        residuals = [x for x in own if x is not None]
+        if residuals:
+            yield Local(self._decay_all, group.device, (residuals, number))
+
+    def _decay_all(self, of: list[tuple[list[Tensor], Tensor | None]]) -> list[None]:
+        number, decay = of[0][1], self.residual_decay
+        factor = decay if number is None else torch.where(number.isfinite(), decay, 1.0)[0]
+        torch._foreach_mul_([x for residuals, _ in of for x in residuals], factor)  # one operation on a device
+        return [None] * len(of)
 
     # --- the group
 

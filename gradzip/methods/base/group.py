@@ -69,10 +69,12 @@ class Group:
         rank, size: of this rank among those that the method averages over.
 
         on_device: whether the host does not wait in the step to know if the averages are finite (`Verdict`).
-        holds: whether the gradients' memory holds the error of the step until the device knows that. There is no memory
-            for a second residual then, and a step that fails has not touched the first.
+        holds: whether the gradients' memory holds the error of the step, or what it is computed from, until the device
+            knows that. There is no memory for a second residual then, and a step that fails has not touched the first.
         undecoded: the average of a group that holds its error, until `settle`.
         numbers: on a device, vectors of numbers that are not finite if the step is to be skipped, besides the averages.
+        shows_averages: whether `numbers` are equally many for each gradient, in order, and not finite if its average is
+            not. Averages are not looked at then.
         inspected: the payloads that the device has checked.
         told_later: called in the next step with the largest magnitude in the averages.
 
@@ -110,7 +112,7 @@ class Group:
         self.parts: list[Tensor] = []
         self.rank, self.size = 0, 1
         self.discards = False
-        self.on_device = self.holds = False
+        self.on_device = self.holds = self.shows_averages = False
         self.undecoded: Any = None
         self.numbers: list[Tensor] = []
         self.inspected: list[Inspected] = []
@@ -225,7 +227,8 @@ class Group:
         self.device = gradients[0].device
         self.on_device = gradients[0].is_cuda and self.node_chunks is None and self.method.undone_on_device
         self.numbers, self.inspected, self.told_later = [], [], None
-        self.holds, self.undecoded = False, None
+        self.holds = self.shows_averages = False
+        self.undecoded = None
         self.finite, self.culprits = True, []
         if self.node_chunks is not None:
             self.rank, self.size = self.node_chunks.node, self.node_chunks.nodes
@@ -323,8 +326,8 @@ class Group:
                     self.undecoded = average
                 else:
                     yield from method.commit(self, average)
-                if method.residual_decay != 1:
-                    yield from method.decay_residuals(self)
+                    if method.residual_decay != 1:
+                        yield from method.decay_residuals(self)
                 state.payload = state.next_residual = None
                 if not method.keeps_residual:
                     state.residual = None  # of the method that was in charge before: it is sent now
@@ -343,6 +346,12 @@ class Group:
         self.culprits = [] if finite else self.names
 
     @property
+    def shown(self) -> list[Sequence[str]]:
+        """The names that each of `numbers` shows an average of."""
+        each = sum(map(Tensor.numel, self.numbers)) // len(self.names)
+        return [(name,) for name in self.names for _ in range(each)]
+
+    @property
     def errors(self) -> list[Tensor]:
         """What was compressed, in the shapes of the parts, from which a method subtracts what it has sent."""
         if self.holds:
@@ -350,22 +359,20 @@ class Group:
         assert self.state.residual is not None
         return self.pieces(self.state.residual)
 
-    def residuals(self, copies: bool) -> list[Tensor]:
-        """The residual of each gradient, to overwrite by the error that the gradient holds.
+    def settle(self, number: Tensor, copies: bool) -> Routine:
+        """Coroutine, without collectives: update the residual if a number is finite, and write the average.
 
-        copies: whether the former residual is still needed (`keep`).
+        Args:
+            number: float32 of 1 element, on a device: not finite if the step is to be skipped.
+            copies: whether the former residual is still needed (`keep`).
         """
         state = self.state
         if state.residual is None:
             state.residual = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
         elif copies:
             state.residual = state.residual.clone()
-        return pieces(state.residual, self.shapes_of_parts)
-
-    def settle(self) -> Routine:
-        """Coroutine, without collectives: write the average to the gradients, whose error the residual has taken."""
         average, self.undecoded = self.undecoded, None
-        return self.method.commit(self, average)
+        return self.method.settle(self, average, number.to(self.device, non_blocking=True))
 
     @property
     def addends(self) -> list[Tensor]:
