@@ -2,6 +2,7 @@
 // product and difference, so each pass reads and writes memory once. Products are made of one tile, whose sums stay in
 // registers; those of the gradient and a single column have kernels of their own. Each element has one order of
 // summation, fixed by the sizes alone: fused multiply-adds, one after the other, in parts whose sums are added in order.
+// A row times a single column is kFloats such sums, one in each lane.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -18,8 +19,9 @@ constexpr int64_t kBlock = 256;  // columns of the gradient: what is read of a f
 constexpr int64_t kDepth = 64;  // rows of a transposed product that are staged
 constexpr int64_t kStage = kBlock + 16;  // of these: with a power of two all would be in one cache set
 constexpr int64_t kGroup = 6;  // rows of whole tiles: with more, rows of 2^k columns would share too few cache lines
-constexpr int64_t kRows = 8;  // rows together of a product with one column
-constexpr int64_t kStrip = 2048;  // columns of a transposed one, at most, whose sums stay in the L1 cache
+constexpr int64_t kDots = 4;  // rows together of a product with one column
+constexpr int64_t kRows = 8;  // rows together of a transposed one
+constexpr int64_t kStrip = 2048;  // columns of it, at most, whose sums stay in the L1 cache
 constexpr int64_t kSplits = 16;  // target number of tasks of a transposed product
 constexpr int64_t kPanel = 32;  // columns of a tile of an expansion
 constexpr int64_t kFactor = 1 << 15;  // floats of a factor that an expansion keeps in the cache
@@ -181,71 +183,57 @@ GZ_SIMD_DISPATCH_BYTES(void, project_columns,
                         int64_t width, float* sums),
                        (x, first, last, begin, end, q, width, sums))
 
-// --- the same for a factor of one column, without padding, which would take all lanes but one: each is a sum
+// --- the same for a factor of one column, without padding, which would take all lanes but one
 
-// Columns [j, j + 4) of as many rows as a vector has lanes.
-template <int kBytes>
-GZ_INLINE void load_columns(const float* const* row, int64_t j, Vector<float, kBytes> (&column)[4]) {
-  static_assert(kBytes <= 32);
-  if constexpr (kBytes == 32) {
-    using Floats = Vector<float, 32>;
-    using Pairs = Vector<double, 32>;
-    Floats rows[4];  // i and i + 4
+// total[r] += x[r] q, lane by lane, for R rows. depth: a multiple of kFloats.
+template <int kBytes, int R, int V>
+GZ_INLINE void add_products(const float* x, int64_t across, int64_t depth, const float* q,
+                            Vector<float, kBytes> (&total)[R][V]) {
+  constexpr int64_t kLanes = VectorOf<float, kBytes>::lanes;
+  Vector<float, kBytes> acc[R][V] = {};
+  for (int64_t k = 0; k < depth; k += kFloats)
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i)
-      rows[i] =
-          __builtin_ia32_vinsertf128_ps256(__builtin_ia32_ps256_ps(load<16>(row[i] + j)), load<16>(row[i + 4] + j), 1);
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const auto even =
-          half ? __builtin_ia32_unpckhps256(rows[0], rows[1]) : __builtin_ia32_unpcklps256(rows[0], rows[1]);
-      const auto odd =
-          half ? __builtin_ia32_unpckhps256(rows[2], rows[3]) : __builtin_ia32_unpcklps256(rows[2], rows[3]);
-      column[2 * half] = Floats(__builtin_ia32_unpcklpd256(Pairs(even), Pairs(odd)));
-      column[2 * half + 1] = Floats(__builtin_ia32_unpckhpd256(Pairs(even), Pairs(odd)));
+    for (int v = 0; v < V; ++v) {
+      const auto factor = load<kBytes>(q + k + v * kLanes);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r)
+        acc[r][v] = fused<kBytes>(load<kBytes>(x + r * across + k + v * kLanes), factor, acc[r][v]);
     }
-  } else {
-    for (int k = 0; k < 4; ++k)
-      column[k] = Vector<float, kBytes>{row[0][j + k], row[1][j + k], row[2][j + k], row[3][j + k]};
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) total[r][v] += acc[r][v];
+}
+
+// sums = x q for R rows. Lanes hold parts of a row's sum, not rows: reading bounds it, not a chain of sums for each row.
+template <int kBytes, int R>
+GZ_INLINE void project_row_group(const Operand& x, int64_t row, const float* q, float* sums) {
+  Vector<float, kBytes> total[R][kFloats / VectorOf<float, kBytes>::lanes] = {};
+  for (int64_t begin = 0; begin < x.columns; begin += kBlock) {
+    const int64_t end = begin + kBlock < x.columns ? begin + kBlock : x.columns;
+    for (int r = 0; r < R; ++r) x.read(row + r, begin, end);
+    add_products<kBytes>(x.row(row) + begin, x.columns, (end - begin) / kFloats * kFloats, q + begin, total);
+  }
+  if (const int64_t rest = x.columns % kFloats) {  // by way of whole lanes
+    const size_t nbytes = size_t(rest) * sizeof(float);
+    float last[R][kFloats] = {}, factor[kFloats] = {};
+    for (int r = 0; r < R; ++r) std::memcpy(last[r], x.row(row + r) + x.columns - rest, nbytes);
+    std::memcpy(factor, q + x.columns - rest, nbytes);
+    add_products<kBytes>(last[0], kFloats, kFloats, factor, total);
+  }
+  for (int r = 0; r < R; ++r) {
+    Floats lanes;
+    std::memcpy(&lanes, total[r], sizeof lanes);
+    sums[r] = sum(lanes);
   }
 }
 
-// sums = x q for rows [first, last). What bounds it is the latency of a sum in the L3 cache (4 cycles for a column of
-// kRows rows), and beyond it the reading. AVX-512 has no more lanes: the L1 cache does not hold a line of each of more
-// rows of 2^k columns.
+// sums = x q for rows [first, last).
 template <int kBytes>
 GZ_INLINE void project_rows_to_vector_body(const Operand& x, int64_t first, int64_t last, const float* q, float* sums) {
-  constexpr int kWide = kBytes < 64 ? kBytes : 32;
-  constexpr int64_t kLanes = VectorOf<float, kWide>::lanes;
-  using Floats = Vector<float, kWide>;
-  for (int64_t i = first; i < last; i += kLanes) {
-    const int64_t rows = i + kLanes < last ? kLanes : last - i;
-    const float* row[kLanes];  // past the last, the first again
-    for (int r = 0; r < kLanes; ++r) row[r] = x.row(r < rows ? i + r : i);
-    float column[kLanes];
-    Floats total{};
-    for (int64_t begin = 0; begin < x.columns; begin += kBlock) {
-      const int64_t end = begin + kBlock < x.columns ? begin + kBlock : x.columns;
-      for (int64_t r = 0; r < rows; ++r) x.read(i + r, begin, end);
-      Floats acc{};
-      int64_t j = begin;
-      for (; j + 4 <= end; j += 4) {
-        if (x.e && j % 16 == 0)  // the next block, as `read` would wait for it
-          for (int64_t r = 0; r < rows; ++r) x.prefetch(i + r, j + kBlock, j + kBlock + 1);
-        Floats columns[4];
-        load_columns<kWide>(row, j, columns);
-#pragma GCC unroll 4
-        for (int k = 0; k < 4; ++k) acc = fused<kWide>(columns[k], all_lanes<kWide>(q + j + k), acc);
-      }
-      for (; j < end; ++j) {
-        for (int r = 0; r < kLanes; ++r) column[r] = row[r][j];
-        acc = fused<kWide>(load<kWide>(column), all_lanes<kWide>(q + j), acc);
-      }
-      total += acc;
-    }
-    store<kWide>(column, total);
-    std::memcpy(sums + (i - first), column, size_t(rows) * sizeof(float));
-  }
+  int64_t i = first;
+  for (; i + kDots <= last; i += kDots) project_row_group<kBytes, kDots>(x, i, q, sums + i - first);
+  for (; i < last; ++i) project_row_group<kBytes, 1>(x, i, q, sums + i - first);
 }
 GZ_SIMD_DISPATCH_BYTES(void, project_rows_to_vector,
                        (const Operand& x, int64_t first, int64_t last, const float* q, float* sums),
@@ -309,7 +297,7 @@ void project(const Projection& p, int threads) {
     for (int64_t i = first; i < last; ++i, sums += width) std::copy_n(sums, rank, p.out + i * rank);
   };
   if (!p.transpose) {
-    const int64_t group = vector ? kRows : kGroup;
+    const int64_t group = vector ? kDots : kGroup;
     const int64_t rows = std::max<int64_t>(1, 4 * kChunk / std::max<int64_t>(p.columns, 1) / group) * group;
     return parallel_chunks(p.rows, rows, threads, [&](int64_t, int64_t first, int64_t last) {
       if (vector) return project_rows_to_vector(x, first, last, q, p.out + first);
@@ -380,8 +368,8 @@ struct Expansion {
   bool twice() const { return second.p != first.p || second.panels != first.panels; }
 };
 
-// to = acc, or from - acc unless `from` is null.
-template <int kBytes, bool kStream, int I, int V>
+// to = acc, or from - acc.
+template <int kBytes, bool kFrom, bool kStream, int I, int V>
 GZ_INLINE void put(float* to, const float* from, int64_t columns, const Vector<float, kBytes> (&acc)[I][V]) {
   constexpr int64_t kLanes = VectorOf<float, kBytes>::lanes;
 #pragma GCC unroll 8
@@ -389,8 +377,7 @@ GZ_INLINE void put(float* to, const float* from, int64_t columns, const Vector<f
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
       const int64_t at = i * columns + v * kLanes;
-      if (from && v * kLanes % 16 == 0) __builtin_prefetch(from + at + kAhead);
-      const auto value = from ? load<kBytes>(from + at) - acc[i][v] : acc[i][v];
+      const auto value = kFrom ? load<kBytes>(from + at) - acc[i][v] : acc[i][v];
       if (kStream)
         stream_store<kBytes>(to + at, value);
       else
@@ -398,80 +385,71 @@ GZ_INLINE void put(float* to, const float* from, int64_t columns, const Vector<f
     }
 }
 
-// I rows of kPanel columns. kRank: the rank, or 0 if it is known only at run time.
-template <int kBytes, int I, int kRank>
+// I rows of kPanel columns.
+template <int kBytes, bool kFrom, bool kStream, int I>
 GZ_INLINE void expand_tile(const Expansion& x, int64_t row, int64_t j) {
   constexpr int V = int(kPanel / VectorOf<float, kBytes>::lanes);
-  const int64_t rank = kRank ? kRank : x.rank, left = row * rank, right = j * rank, at = row * x.columns + j;
+  const int64_t left = row * x.rank, right = j * x.rank, at = row * x.columns + j;
   Vector<float, kBytes> acc[I][V];
-  multiply<kBytes, false>(x.first.p + left, rank, rank, x.first.panels + right, kPanel, acc);
-  if (x.from && x.stream)
-    put<kBytes, true>(x.out + at, x.from + at, x.columns, acc);
-  else if (x.from)
-    put<kBytes, false>(x.out + at, x.from + at, x.columns, acc);
-  else if (x.stream)
-    put<kBytes, true>(x.out + at, nullptr, x.columns, acc);
-  else
-    put<kBytes, false>(x.out + at, nullptr, x.columns, acc);
-  if (!x.m) return;
-  if (x.twice()) multiply<kBytes, false>(x.second.p + left, rank, rank, x.second.panels + right, kPanel, acc);
-  put<kBytes, false>(x.m + at, nullptr, x.columns, acc);
+  multiply<kBytes, false>(x.first.p + left, x.rank, x.rank, x.first.panels + right, kPanel, acc);
+  put<kBytes, kFrom, kStream>(x.out + at, kFrom ? x.from + at : nullptr, x.columns, acc);
+  if (!kFrom || !x.m) return;
+  if (x.twice()) multiply<kBytes, false>(x.second.p + left, x.rank, x.rank, x.second.panels + right, kPanel, acc);
+  put<kBytes, false, false>(x.m + at, nullptr, x.columns, acc);
 }
 
 // The last columns of I rows, fewer than kPanel, by way of whole ones.
-template <int kBytes, int I>
+template <int kBytes, bool kFrom, int I>
 GZ_INLINE void expand_rest(const Expansion& x, int64_t row, int64_t j) {
   float from[I * kPanel], out[I * kPanel], m[I * kPanel];
   const int64_t at = row * x.columns + j, left = row * x.rank, right = j * x.rank;
   const size_t nbytes = size_t(x.columns - j) * sizeof(float);
-  for (int64_t i = 0; x.from && i < I; ++i) std::memcpy(from + i * kPanel, x.from + at + i * x.columns, nbytes);
-  Expansion whole{kPanel, x.rank, {x.first.p + left, x.first.panels + right}, x.from ? from : nullptr, out};
+  for (int64_t i = 0; kFrom && i < I; ++i) std::memcpy(from + i * kPanel, x.from + at + i * x.columns, nbytes);
+  Expansion whole{kPanel, x.rank, {x.first.p + left, x.first.panels + right}, from, out};
   if (x.m) whole.second = {x.second.p + left, x.second.panels + right}, whole.m = m;
-  expand_tile<kBytes, I, 0>(whole, 0, 0);
+  expand_tile<kBytes, kFrom, false, I>(whole, 0, 0);
   for (int64_t i = 0; i < I; ++i) {
     std::memcpy(x.out + at + i * x.columns, out + i * kPanel, nbytes);
     if (x.m) std::memcpy(x.m + at + i * x.columns, m + i * kPanel, nbytes);
   }
 }
 
-template <int kBytes, int I, int kRank>
+template <int kBytes, bool kFrom, bool kStream, int I>
 GZ_INLINE void expand_row_group(const Expansion& x, int64_t row, int64_t begin, int64_t end) {
   int64_t j = begin;
-  for (; j + kPanel <= end; j += kPanel) expand_tile<kBytes, I, kRank>(x, row, j);
-  if (j < end) expand_rest<kBytes, I>(x, row, j);
+  for (; j + kPanel <= end; j += kPanel) {
+    for (int i = 0; kFrom && i < I; ++i)
+      for (int64_t at = j + kAhead; at < j + kAhead + kPanel; at += 16)
+        __builtin_prefetch(x.from + (row + i) * x.columns + at);
+    expand_tile<kBytes, kFrom, kStream, I>(x, row, j);
+  }
+  if (j < end) expand_rest<kBytes, kFrom, I>(x, row, j);
 }
 
-template <int kBytes, int I, int kRank>
-GZ_INLINE void expand_row_groups(const Expansion& x, int64_t first, int64_t last) {
+template <int kBytes, bool kFrom, bool kStream>
+GZ_INLINE void expand_row_groups(const Expansion& shared, int64_t first, int64_t last) {
+  constexpr int I = tile_rows<kBytes, int(kPanel / VectorOf<float, kBytes>::lanes)>();
+  const Expansion x = shared;  // a copy, which no store can change
   const int64_t cached = (kFactor / kPanel / (x.rank + 1) + 1) * kPanel;
   for (int64_t begin = 0; begin < x.columns; begin += cached) {
     const int64_t end = begin + cached < x.columns ? begin + cached : x.columns;
     int64_t i = first;
-    for (; i + I <= last; i += I) expand_row_group<kBytes, I, kRank>(x, i, begin, end);
-    for (; i < last; ++i) expand_row_group<kBytes, 1, kRank>(x, i, begin, end);
+    for (; i + I <= last; i += I) expand_row_group<kBytes, kFrom, kStream, I>(x, i, begin, end);
+    for (; i < last; ++i) expand_row_group<kBytes, kFrom, kStream, 1>(x, i, begin, end);
   }
+  if (kStream) _mm_sfence();
 }
 
 template <int kBytes>
-GZ_INLINE void expand_rows_body(const Expansion& shared, int64_t first, int64_t last) {
-  const Expansion x = shared;  // a copy, which no store can change
-  switch (x.rank) {  // up to 4, memory takes the time: rows are written one by one, as a stream
-    case 1:
-      expand_row_groups<kBytes, 1, 1>(x, first, last);
-      break;
-    case 2:
-      expand_row_groups<kBytes, 1, 2>(x, first, last);
-      break;
-    case 3:
-      expand_row_groups<kBytes, 1, 3>(x, first, last);
-      break;
-    case 4:
-      expand_row_groups<kBytes, 1, 4>(x, first, last);
-      break;
-    default:
-      expand_row_groups<kBytes, tile_rows<kBytes, int(kPanel / VectorOf<float, kBytes>::lanes)>(), 0>(x, first, last);
-  }
-  if (x.stream) _mm_sfence();
+GZ_INLINE void expand_rows_body(const Expansion& x, int64_t first, int64_t last) {
+  if (x.from && x.stream)
+    expand_row_groups<kBytes, true, true>(x, first, last);
+  else if (x.from)
+    expand_row_groups<kBytes, true, false>(x, first, last);
+  else if (x.stream)
+    expand_row_groups<kBytes, false, true>(x, first, last);
+  else
+    expand_row_groups<kBytes, false, false>(x, first, last);
 }
 GZ_SIMD_DISPATCH_BYTES(void, expand_rows, (const Expansion& x, int64_t first, int64_t last), (x, first, last))
 

@@ -408,12 +408,15 @@ def compress(slices: Tensor, basis: Tensor) -> Tensor:
 
     Args:
         slices: (m, K), any of the slices that share the basis.
-        basis: U^T, (d, K), float32.
+        basis: U^T, (d, K), float32; d may be 0.
 
     Returns:
         (d, m), a column for each slice.
     """
-    return ops.low_rank_project(basis, None, slices.t())
+    if not len(basis):
+        return slices.new_empty(0, len(slices))
+    # Slices are rows: the bits of one depend on the basis alone, not on which slices a segment of a ring has.
+    return ops.low_rank_project(slices, None, basis.t()).t().contiguous()
 
 
 def decompress(compressed: Tensor, basis: Tensor) -> Tensor:

@@ -77,13 +77,14 @@ def test_expand_is_fused_multiply_adds_in_order(simd):
 
 @pytest.mark.parametrize("n, c", SHAPES)
 def test_small_ranks_have_the_bits_of_larger_ones(simd, threads, n, c):
-    """Kernels for few columns of factors sum in the order of the one for any number."""
+    """Kernels for few columns of factors sum in the order of the one for any number, but for rows times one column."""
     m, p, q = torch.randn(n, c), torch.randn(n, 5), torch.randn(c, 5)
     project = functools.partial(ops.low_rank_project, m, None)
     for r in (1, 2, 3, 4):
         for factor, transpose in ((q, False), (p, True)):
-            few = project(factor[:, :r].contiguous(), transpose=transpose)
-            assert torch.equal(few, project(factor, transpose=transpose)[:, :r])
+            if r > 1 or transpose:
+                few = project(factor[:, :r].contiguous(), transpose=transpose)
+                assert torch.equal(few, project(factor, transpose=transpose)[:, :r])
         few = ops.low_rank_expand(p[:, :r].contiguous(), q[:, :r].contiguous())
         assert torch.equal(few, ops.low_rank_expand(p * (torch.arange(5) < r), q))
 
@@ -138,9 +139,10 @@ def test_large_matrices_have_the_bits_of_their_rows(simd, threads, columns):
     assert torch.equal(product, m)
 
 
-def test_bits_depend_on_neither_threads_nor_simd_level(simd):
+@pytest.mark.parametrize("r", [1, 22])
+def test_bits_depend_on_neither_threads_nor_simd_level(simd, r):
     generator = torch.Generator().manual_seed(1)
-    n, c, r = 700, 530, 22
+    n, c = 702, 530  # parts of the rows and columns that are computed together
     m, e, p, q, sent_p = (torch.randn(s, generator=generator) for s in ((n, c), (n, c), (n, r), (c, r), (n, r)))
 
     def run():
