@@ -140,13 +140,13 @@ class State:
             now, former = fields.get(field), before.get(field)
             if now is former or field in self.TRANSIENT or not (isinstance(now, Tensor) or isinstance(former, Tensor)):
                 continue
-            if now is None or (former is None and not self._is_zero_without(field)):
+            if now is None or (former is None and not self.is_zero_without(field)):
                 return None
             found.append((now, former))
         moves = "owner_residual" in before and before.get("owner_ranges") != fields.get("owner_ranges")
         return None if moves else found
 
-    def _is_zero_without(self, field: str) -> bool:
+    def is_zero_without(self, field: str) -> bool:
         """Whether a state without a field is as one whose elements of it are all 0."""
         shapes = self.field_shapes
         return field == "owner_residual" or all(of.get(field) == tuple(self.shapes[n]) for n, of in shapes.items())

@@ -153,7 +153,8 @@ class BlockFloat(ErrorFeedback):
         payloads = yield Gather(payload, same_length=True)
         self._check(payloads, blocks)
         if group.holds:  # a device has to know if averages are finite before they are decoded
-            group.numbers.append(ops.block_float_max_step(payloads, self.bits, self.block))
+            step = ops.block_float_max_step(payloads, self.bits, self.block)
+            group.numbers.append(step.mul_(2.0**self.bits))  # finite if no magnitude is above 2^127
         if not self.looks(group):
             return _Average(payloads, 0.0)
         step = ops.block_float_max_step(payloads, self.bits, self.block)

@@ -13,7 +13,9 @@ from torch import Tensor
 from ..collectives.fusion import pieces
 from ..collectives.routines import Routine, jointly
 from ..ops import groups
+from ..ops import tensors as ops
 from .base.compressor import add_all, is_number
+from .base.gather import Undecoded, with_scratch
 from .base.group import Group
 from .base.registry import register
 from .base.schedule import Theta, check_theta, theta_at
@@ -136,11 +138,11 @@ class DGC(SparseCodec):
         # It becomes the velocity.
         return torch.empty(group.numel, dtype=dtype, device=group.device)
 
-    def holds(self, group: Group) -> bool:
-        return False  # there is a velocity, too
-
     def add_residual(self, group: Group) -> Routine:
-        """Coroutine: the velocity u, and the residual v with it."""
+        """Coroutine: the velocity u, and the residual v with it.
+
+        Gradients that hold the error hold u: v can be made again of u and the former residual.
+        """
         yield from ()
         group.load_parts()
         self.keep_owner_residual(group)
@@ -154,9 +156,13 @@ class DGC(SparseCodec):
         if (before := getattr(state, "velocity", None)) is not None:
             velocity.add_(before, alpha=self.momentum)
         state.next_velocity = velocity
+        if group.holds and state.residual is None:
+            state.residual = velocity.new_full((group.numel,), -0.0)  # u - 0 has the bits of u
         if state.residual is not None:
-            state.next_residual = torch.add(velocity, state.residual, out=state.renewed("residual", velocity))
-            group.parts = [state.next_residual]
+            total = torch.add(velocity, state.residual, out=state.renewed("residual", velocity))
+            group.parts = [total]
+            if not group.holds:
+                state.next_residual = total
 
     def num_kept(self, numel: int, step: int) -> int:
         return num_kept(self.theta_at(step), numel)
@@ -172,13 +178,45 @@ class DGC(SparseCodec):
     def subtract_transmitted(self, of: Sequence[Group]) -> None:
         for group in of:
             state = group.state
-            assert state.residual is not None and state.payload is not None
-            ranges = [(0, group.numel) if partition is None else partition[0][:2] for _, partition in state.payload]
-            numels = [stop - start for start, stop in ranges]
-            parsed = [self.parse(payload, numel) for (payload, _), numel in zip(state.payload, numels)]
-            counts = [values.numel() for _, values in parsed]
-            sent = groups.index_code_decode([stream for stream, _ in parsed], numels, counts).long()
-            if len(ranges) > 1:
-                torch._foreach_add_(sent.split_with_sizes(counts), [start for start, _ in ranges])
+            sent = self._sent(group, state.payload)
+            if group.holds:
+                group.parts, state.next_velocity = [state.next_velocity], None
+                group.vector.index_fill_(0, sent, 0.0)
+                continue
             for field in ("residual", "velocity") if self.momentum else ("residual",):
                 getattr(state, field).view(-1).index_fill_(0, sent, 0.0)
+
+    def _sent(self, group: Group, payloads: Sequence[tuple[ops.Payload, Any]]) -> Tensor:
+        """The indices (int64) of what this rank has sent, from its payloads with their partitions (`State.payload`)."""
+        ranges = [(0, group.numel) if partition is None else partition[0][:2] for _, partition in payloads]
+        numels = [stop - start for start, stop in ranges]
+        parsed = [self.parse(payload, numel) for (payload, _), numel in zip(payloads, numels)]
+        counts = [values.numel() for _, values in parsed]
+        sent = groups.index_code_decode([stream for stream, _ in parsed], numels, counts).long()
+        if len(ranges) > 1:
+            torch._foreach_add_(sent.split_with_sizes(counts), [start for start, _ in ranges])
+        return sent
+
+    def settle(self, group: Group, average: Undecoded, number: Tensor) -> Routine:
+        if average:
+            taking = jointly(self._take_all, group.device, (group, average[group.rank], number))
+            yield from with_scratch(taking, 4 * group.numel)
+        yield from self.commit(group, average)
+        if self.residual_decay != 1:
+            yield from self.decay_residuals(group, number)
+
+    def _take_all(self, of: list[tuple[Group, ops.Payload, Tensor]]) -> list[None]:
+        """Update velocities and residuals, if a number is finite. Gradients are the new velocities."""
+        now: list[Tensor] = []
+        new: list[Tensor] = []
+        for group, own, _ in of:
+            state, velocities = group.state, group.gradients
+            assert state.residual is not None
+            residual = state.residual.clone()
+            torch._foreach_add_(pieces(residual, group.shapes_of_parts), velocities)
+            residual.index_fill_(0, self._sent(group, [(own, None)]), 0.0)
+            now, new = [*now, state.residual], [*new, residual]
+            if self.momentum:
+                now, new = [*now, *pieces(state.velocity, group.shapes_of_parts)], [*new, *velocities]
+        groups.take_errors([(of[0][2], now, new)])
+        return [None] * len(of)

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from ..collectives import Mean, ToHost
-from ..collectives.routines import Routine, jointly
+from ..collectives.fusion import pieces
+from ..collectives.routines import Local, Routine, jointly
 from ..memory.state import State
 from ..memory.state_dict import check_method, in_line, is_count
+from ..ops import groups
 from ..ops import tensors as ops
 from .base.composite import Composite
 from .base.compressor import Compressor, add_all, is_number
+from .base.gather import with_scratch
 from .base.group import Group
 from .base.registry import register
 from .none import NoCompression
@@ -106,7 +109,8 @@ class Momentum(Compressor):
 
     Payload: that of `inner`; in the warm-up 4 bytes for each element.
 
-    Memory: one more float32 tensor for each parameter, saved in state dicts. During a step, two.
+    Memory: one more float32 tensor for each parameter, saved in state dicts. During a step, two, unless gradients hold
+    the errors of `inner`.
 
     Deterministic if `inner` is. Waits for a CUDA device when `inner` does, and with ``warmup_steps="auto"``, with which
     the ranks of a model that is sharded also exchange two numbers in each step.
@@ -249,6 +253,8 @@ class Momentum(Compressor):
         previous, bound = getattr(state, "momentum", None), 0.0
         if previous is not None and self.looks(group):
             bound = state.momentum_bound if hasattr(state, "momentum_bound") else ops.abs_max(previous)
+        if previous is not None and group.holds:  # a device has to know if m' - beta m is finite before it is written
+            group.numbers.append((yield Local(_fourfold_max_abs, group.device, previous)))
         if self.compresses_momentum(state):
             return _Average((yield from self.inner.reduce(group)), previous, bound, compressed=True)
         parts = group.parts
@@ -307,6 +313,26 @@ class Momentum(Compressor):
         if not group.on_device:
             state.momentum_bound = average.bound
 
+    def holds(self, group: Group) -> bool:
+        return self.compresses_momentum(group.state) and self.inner.holds(group)
+
+    def complete_error(self, group: Group, average: _Average) -> Routine:
+        return self.inner.complete_error(group, average.average)
+
+    def settle(self, group: Group, average: _Average, number: Tensor) -> Routine:
+        yield from self.inner.settle(group, average.average, number)  # gradients are m' then
+        vars(group.state).pop("momentum_bound", None)
+        yield from with_scratch(jointly(self._settle_all, group.device, (group, number)), 4 * group.numel)
+
+    def _settle_all(self, of: list[tuple[Group, Tensor]]) -> list[None]:
+        """Have momenta take m', which gradients are, if a number is finite. Gradients become m' - beta m."""
+        gradients = [gradient for group, _ in of for gradient in group.gradients]
+        momenta = [m for group, _ in of for m in pieces(group.state.momentum, group.shapes_of_parts)]
+        averages = torch._foreach_sub(gradients, momenta, alpha=self.beta)
+        groups.take_errors([(of[0][1], momenta, gradients)])
+        torch._foreach_copy_(gradients, averages)
+        return [None] * len(of)
+
     def _count_unused(self, state: State, largest: float) -> None:
         """Count a step of the warm-up if its average is 0. largest: its largest magnitude."""
         if largest == 0 and not self.averages_pieces:  # decided alike by all ranks, as optimizers are told it
@@ -339,6 +365,13 @@ class Momentum(Compressor):
 
     def _add_all(self, sums: list[tuple[list[Tensor], list[Tensor]]]) -> list[None]:
         return add_all(sums, self.beta)
+
+
+def _fourfold_max_abs(momenta: list[Tensor]) -> list[Tensor]:
+    """Four times the largest magnitude of each momentum. If it is finite, so is a difference to numbers up to 2^127."""
+    found = ops.abs_max_all(momenta)
+    torch._foreach_mul_(found, 4.0)
+    return found
 
 
 def _max_abs_and_norms(tensors: list[Tensor]) -> list[Tensor]:

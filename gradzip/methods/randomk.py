@@ -5,20 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..collectives import Mean
-from ..collectives.routines import Routine, at_once
+from ..collectives.routines import Local, Routine
 from ..ops import tensors as ops
-from .base import gather
 from .base.compressor import INDEXED_NUMEL, Average
 from .base.error_feedback import ErrorFeedback
+from .base.gather import with_scratch
 from .base.group import Group
 from .base.registry import register
 from .base.schedule import Theta, check_theta, theta_at
 from .topk import num_kept
+
+
+class _Chosen(NamedTuple):
+    """An average on a device whose zeros are added where it is written."""
+
+    indices: Tensor  # of the elements that are not 0: int32
+    values: Tensor
 
 
 @register("randomk", examples=["theta=0.9"])
@@ -76,36 +84,40 @@ class RandomK(ErrorFeedback):
         k = num_kept(theta_at(self.theta, state.step), numel)
         indices = ops.random_indices(numel, k, state.key(self.seed)._replace(rank="shared").bits, group.device)
         state.payload = indices
-        # All ranks must see that a gradient is not finite, even if the element was not chosen.
-        finite = ops.abs_max_tensor(group.vector).isfinite()
+        # All ranks must see that a gradient is not finite, even if the element was not chosen. Magnitudes that count as
+        # infinite are those of the methods that gather payloads.
+        finite = ops.abs_max_tensor(group.vector) <= 2.0**127
         values = torch.where(finite, group.vector.index_select(0, indices).float(), math.nan)
-        if not self.keeps_residual:
+        if group.holds:
+            self.subtract_transmitted([group])
+        if group.holds or not self.keeps_residual:
             group.release_parts()
         values = yield Mean(values)
         if not self.error_feedback:
             values = values * (numel / k)
-        if group.on_device:  # zeros are added where it is written
-            return Average([values])
-        return (yield from self.with_max_abs(group, self._spread(group, values)))
+        if group.on_device:
+            if group.holds:  # a device has to know if the average is finite before it is written
+                group.numbers.append((yield Local(ops.abs_max_all, group.device, values)))
+            return _Chosen(indices, values)
+        return (yield from self.with_max_abs(group, self._spread(group, _Chosen(indices, values))))
 
-    def commit(self, group: Group, average: Average) -> Routine:
-        if not group.on_device:
+    def holds(self, group: Group) -> bool:
+        return self.keeps_residual
+
+    def commit(self, group: Group, average: Average | _Chosen) -> Routine:
+        if isinstance(average, Average):
             yield from super().commit(group, average)
             return
-        flat = self._spread(group, average.parts[0])
-        committing = super().commit(group, Average([flat]))
-        if flat.nbytes <= gather.TOGETHER_NBYTES:
-            yield from committing
-        else:
-            at_once(committing)
+        flat = self._spread(group, average)
+        yield from with_scratch(super().commit(group, Average([flat])), flat.nbytes)
 
-    def _spread(self, group: Group, values: Tensor) -> Tensor:
-        """The average of a group, of which these are the chosen elements."""
-        average = self.new_average(group.numel, group.device).zero_()
-        return average.index_copy_(0, group.state.payload.long(), values)
+    def _spread(self, group: Group, average: _Chosen) -> Tensor:
+        """The average of a group as a vector: in the gradients' memory if that has held the error."""
+        target = group.target if group.holds else None
+        flat = self.new_average(group.numel, group.device) if target is None else target
+        return flat.zero_().index_copy_(0, average.indices.long(), average.values)
 
     def subtract_transmitted(self, groups: Sequence[Group]) -> None:
         for group in groups:
-            state = group.state
-            assert state.residual is not None and state.payload is not None
-            state.residual.index_fill_(0, state.payload.long(), 0.0)
+            (error,) = group.errors
+            error.index_fill_(0, group.state.payload.long(), 0.0)

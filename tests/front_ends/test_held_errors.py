@@ -22,10 +22,14 @@ from gradzip.methods.base.group import Group
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
 
 RANKS = 3
-GROUP = SimpleNamespace(size=RANKS, numel=1 << 14, state=None)
+GROUP = SimpleNamespace(size=RANKS, numel=1 << 14, state=SimpleNamespace(step=9))
 HELD = kinds.examples(lambda compressor: compressor.undone_on_device and compressor.holds(GROUP))
 HELD += ["signsgd:majority=False,residual_decay=0.9", "fft-range:block=50", "acpsgd:residual_decay=0.9"]
+HELD += ["dgc:momentum=0,residual_decay=0.9"]
+HELD += [f"momentum:inner={inner}" for inner in ("randomk", "onebit", "block-float(bits=4)")]
 LOW_RANK = [spec for spec in HELD if hasattr(gradzip.parse(spec), "rank")]
+MOMENTA = [spec for spec in HELD if spec.startswith("momentum")]
+FIELDS = ("residual", "momentum", "velocity")  # that a step overwrites where they are
 ADJACENT = {"a.weight": torch.Size((40, 300)), "b.weight": torch.Size((64, 20, 3, 3))}
 APART = {"a.weight": ADJACENT["a.weight"], "bias": torch.Size((7,)), "b.weight": ADJACENT["b.weight"]}
 HOST = SimpleNamespace(tensor=lambda x: x, uncounted=contextlib.nullcontext)
@@ -72,8 +76,15 @@ class Job:
                 found |= zip(names, bucket.gradients())
         return {name: on_host(average) for name, average in found.items()}
 
-    def residuals(self):
-        return {name: on_host(s.residual) for name, s in self.compressor.states.items() if s.residual is not None}
+    def tensors(self):
+        """Those of the states that a step overwrites where they are."""
+        fields = [
+            (name, field, getattr(s, field, None)) for name, s in self.compressor.states.items() for field in FIELDS
+        ]
+        return {(name, field): x for name, field, x in fields if x is not None}
+
+    def states(self):
+        return {key: on_host(x) for key, x in self.tensors().items()}
 
 
 @pytest.fixture
@@ -86,7 +97,10 @@ def device():
 
 
 def equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    """To the bit, with the signs of zeros."""
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name].view(torch.int32), other[name].view(torch.int32)) for name in one
+    )
 
 
 def broken(gradients):
@@ -95,17 +109,15 @@ def broken(gradients):
 
 @pytest.mark.parametrize("shapes", [ADJACENT, APART], ids=["adjacent", "apart"])
 @pytest.mark.parametrize("spec", HELD)
-def test_averages_and_residuals_are_those_of_the_cpu(spec, shapes, device):
+def test_averages_and_states_are_those_of_the_cpu(spec, shapes, device):
     there, here = Job(spec, device, shapes), Job(spec, HOST, shapes)
-    waits = {"powersgd:rank=3,warm_start=False": 4}.get(
-        spec, 2 if spec.startswith("acpsgd") else 1
-    )  # factors are drawn
+    waits = 4 if "warm_start=False" in spec else 2 if "acpsgd" in spec else 1  # steps that draw factors
     for number in range(4):
         with device.counting() as counts:
             averages = there.start(number)
         assert counts.syncs == 0 or number < waits, counts.waits
-        assert equal(averages, here.start(number)) and equal(there.residuals(), here.residuals()), number
-        assert any(residual.any() for residual in there.residuals().values())
+        assert equal(averages, here.start(number)) and equal(there.states(), here.states()), number
+    assert all(x.any() for x in there.states().values())
     assert set(there.held) == ADJACENT.keys() and not here.held
 
 
@@ -118,28 +130,31 @@ def test_gradients_of_horovod_have_memory_of_their_own(spec, device):
         for number in range(3):
             gradients = {name: own.tensor(noise(s.numel(), number).view(s).clone()) for name, s in APART.items()}
             run(gradients, Counts())
-        residuals = {name: on_host(state.residual) for name, state in compressor.states.items()}
-        found.append({name: on_host(gradient) for name, gradient in gradients.items()} | residuals)
+        states = [getattr(state, field, None) for state in compressor.states.values() for field in FIELDS]
+        tensors = [*gradients.values(), *(x for x in states if x is not None)]
+        found.append(dict(enumerate(map(on_host, tensors))))
     assert equal(*found)
 
 
 @pytest.mark.parametrize("shapes", [ADJACENT, APART], ids=["adjacent", "apart"])
 @pytest.mark.parametrize("spec", HELD)
-def test_a_skipped_step_does_not_touch_the_residual(spec, shapes, device):
-    """The first step, or a later one. All is as if a second residual had been beside the first."""
+def test_a_skipped_step_does_not_touch_the_states(spec, shapes, device):
+    """The first step, or a later one. All is as if second tensors had been beside the first."""
     jobs = [Job(spec, device, shapes, settles=settles) for settles in (True, False)]
     for number, change in enumerate([broken, dict, dict, broken, dict]):
-        before, tensors = jobs[0].residuals(), [state.residual for state in jobs[0].compressor.states.values()]
+        before, tensors = jobs[0].states(), jobs[0].tensors()
         averages, expected = (job.start(number, change) for job in jobs)
         assert all(job.compressor.last_step_skipped == (change is broken) for job in jobs)
         assert all(torch.equal(averages[n], expected[n]) or expected[n].isnan().all() for n in expected)
         if number:
-            assert equal(jobs[0].residuals(), jobs[1].residuals())
-            assert [state.residual for state in jobs[0].compressor.states.values()] == tensors or number == 1
+            assert equal(jobs[0].states(), jobs[1].states())
+        if number > 1:
+            assert jobs[0].tensors().keys() == tensors.keys()
+            assert all(x is tensors[key] for key, x in jobs[0].tensors().items())
         if change is broken:
             assert all(average.isnan().all() for average in averages.values())
-            after = jobs[0].residuals()
-            assert equal(after, before) if number else not any(residual.any() for residual in after.values())
+            after = jobs[0].states()
+            assert equal(after, before) if number else not any(x.any() for x in after.values())
     assert jobs[0].held and not jobs[1].held
 
 
@@ -161,47 +176,52 @@ def test_factors_show_what_is_not_finite(spec, value, device):
         averages = job.start(number, broken if number in (4, 7) else dict)
         assert job.compressor.last_step_skipped == (number in (4, 7))
         if number in (4, 7):
-            assert equal(job.residuals(), before) and all(average.isnan().all() for average in averages.values())
-        before = job.residuals()
+            assert equal(job.states(), before) and all(average.isnan().all() for average in averages.values())
+        before = job.states()
 
 
 @pytest.mark.parametrize("spec", HELD)
-def test_a_backward_pass_that_fails_leaves_residuals_as_they_were(spec, device):
+def test_a_backward_pass_that_fails_leaves_states_as_they_were(spec, device):
     """Between two buckets; and when all averages are known but not written."""
     job, other = Job(spec, device, apart=True), Job(spec, device, apart=True)
     for number in range(2):
         job.start(number), other.start(number)
-    before = job.residuals()
+    before = job.states()
     job.start(2, buckets=2)
     assert job.state._session.groups
     job.state._drop()
-    assert equal(job.residuals(), before)
+    assert equal(job.states(), before)
     with mock.patch.object(job.state, "_end", side_effect=RuntimeError), pytest.raises(RuntimeError):
         job.start(3)
-    assert equal(job.residuals(), before)
-    assert equal(job.start(4), other.start(4)) and equal(job.residuals(), other.residuals())
+    assert equal(job.states(), before)
+    assert equal(job.start(4), other.start(4)) and equal(job.states(), other.states())
 
 
 @pytest.mark.parametrize("spec", HELD)
-def test_a_discarded_parameter_keeps_its_residual(spec, device):
+def test_a_discarded_parameter_keeps_its_state(spec, device):
     jobs = [Job(spec, device, settles=settles) for settles in (True, False)]
+
+    def found():
+        pieces = [job.compressor.memory.piece("a.weight", field) for job in jobs for field in FIELDS]
+        return [on_host(x) for x in pieces if x is not None]
+
     for number in range(3):
-        before = [job.compressor.memory.piece("a.weight", "residual") for job in jobs] if number else None
-        before = before and [on_host(x) for x in before]
-        for job in jobs:
-            if number == 2:
+        if number == 2:
+            before = found()
+            for job in jobs:
                 job.state._discarded.add(id(job.named["a.weight"]))
+        for job in jobs:
             job.start(number)
-        assert equal(jobs[0].residuals(), jobs[1].residuals())
-    after = [on_host(job.compressor.memory.piece("a.weight", "residual")) for job in jobs]
-    assert all(map(torch.equal, before, after)) and after[0].any()
+        assert equal(jobs[0].states(), jobs[1].states())
+    after = found()
+    assert all(map(torch.equal, before, after)) and all(x.any() for x in after)
     assert jobs[0].held and not jobs[1].held
 
 
 @pytest.mark.parametrize("value", [3e38, 1e38, 1e33])
 @pytest.mark.parametrize("spec", HELD)
 def test_averages_that_may_overflow(spec, value, device):
-    """If the step is skipped, the residual stays. What a device decodes after that is finite."""
+    """If the step is skipped, states stay. What a device decodes after that is finite."""
 
     def large(gradients):
         gradients["a.weight"].fill_(value)
@@ -210,13 +230,31 @@ def test_averages_that_may_overflow(spec, value, device):
     job = Job(spec, device)
     for number in range(2):
         job.start(number)
-    before = job.residuals()
+    before = job.states()
     averages = job.start(2, large)
     if job.compressor.last_step_skipped:
-        assert equal(job.residuals(), before) and value > 1e33
+        assert equal(job.states(), before) and value > 1e33
     else:
         assert all(average.isfinite().all() for average in averages.values())
-        assert all(residual.isfinite().all() for residual in job.residuals().values())
+        assert all(x.isfinite().all() for x in job.states().values())
+
+
+@pytest.mark.parametrize("spec", MOMENTA)
+def test_an_average_may_overflow_where_both_momenta_are_finite(spec, device):
+    """m' = -1.5e38, and m = 3e38. The step is skipped, and states stay."""
+    job = Job(spec, device)
+    for number in range(2):
+        job.start(number)
+    for (_, field), x in job.tensors().items():
+        x.host.fill_(3e38 if field == "momentum" else -3e38 * job.compressor.beta)
+    before = job.states()
+
+    def opposite(gradients):
+        gradients["a.weight"].fill_(-1.5e38)
+
+    averages = job.start(2, opposite)
+    assert job.compressor.last_step_skipped and all(average.isnan().all() for average in averages.values())
+    assert equal(job.states(), before)
 
 
 def test_what_does_not_hold_errors(device):
@@ -226,7 +264,7 @@ def test_what_does_not_hold_errors(device):
         watched,
         gradzip.TopK().skip_nonfinite(False),
         gradzip.TopK(error_feedback=False),
-        gradzip.DGC(),
+        gradzip.Momentum(gradzip.TopK(), warmup_steps=1),
     ):
         job = Job(compressor, device)
         job.start(0)

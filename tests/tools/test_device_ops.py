@@ -800,7 +800,6 @@ def test_a_method_keeps_its_states_alone(spec):
 GROUP = 1 / 8  # of the elements: where gradients are apart, averages are made in one vector for one group at a time
 IN_STEP = {  # bytes an element
     "none": 0.0,  # averaged where they are
-    "randomk": 4 + 0.01 * (4 + 4) + GROUP * (4 + 0.01 * 8),  # residuals, indices, numbers; an average, wide indices
     "natural": (memory.RANKS + 1) * 9 / 8 + GROUP * 4,  # payloads: received, and this rank's
 }
 
@@ -809,6 +808,8 @@ HELD_IN_STEP = {  # where gradients hold the errors, no second residual
     "signsgd": (memory.RANKS + 1) / 8 + 1 / 8,  # payloads; the signs of the majority
     "signsgd:majority=False": (memory.RANKS + 1) / 8,
     "onebit": (memory.RANKS + 1) * (1 / 8 + 8 / memory.SIDE),
+    "randomk": 0.01 * (4 + 4) + GROUP * (4 + 0.01 * 8),  # indices, numbers; an average, wide indices
+    "momentum:inner=signsgd(majority=False)": memory.RANKS / 8 + GROUP * 4,  # payloads; averages while they replace m
 }
 
 
@@ -833,6 +834,12 @@ def test_error_feedback_takes_no_memory_in_a_step(spec):
     without = "owner" if spec == "block-float" else "False"
     found = memory.count(gradzip.parse(spec)).in_step
     assert found == pytest.approx(memory.count(gradzip.parse(f"{spec}:error_feedback={without}")).in_step, abs=5e-3)
+
+
+def test_dgc_takes_no_second_states():
+    """It takes a bucket's velocity and residual, and what the encoder takes."""
+    encoder = memory.count(gradzip.parse("topk:theta=0.999,error_feedback=False")).in_step
+    assert 0 < memory.count(gradzip.parse("dgc")).in_step - GROUP * 8 <= encoder
 
 
 def test_memory_that_is_kept_is_noticed(monkeypatch):

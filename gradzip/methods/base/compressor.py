@@ -307,11 +307,12 @@ class Compressor(ABC):
 
     def apply_averages(self, updates: list[tuple[Group, Average]]) -> list[None]:
         """`commit` for several groups."""
-        if self.error_feedback:
-            self.store_residuals([group for group, _ in updates])
+        keeping = [group for group, _ in updates if self.error_feedback and not group.holds]
+        if keeping:
+            self.store_residuals(keeping)
         copy_all([pair for group, average in updates for pair in group.copies(average.parts)])
-        if self.error_feedback:
-            self.subtract_transmitted([group for group, _ in updates])
+        if keeping:
+            self.subtract_transmitted(keeping)
         return [None] * len(updates)
 
     def compresses_momentum(self, state: State) -> bool:

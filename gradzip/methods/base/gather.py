@@ -27,8 +27,9 @@ from .group import Group, Inspected
 # collective and wait for it after the backward pass. It is not measured, because all ranks must decide alike.
 NOMINAL_BANDWIDTH, NOMINAL_LATENCY, NOMINAL_OPERATION = 1.25e8, 5e-5, 5e-4
 
-# Averages that are not decoded where gradients are: groups of so many bytes decode theirs in one call; larger ones one
-# after the other, so that they share memory. A model has eight groups or so.
+# Scratch memory of the end of a step, as of averages that are not decoded where gradients are: groups with so many
+# bytes of it take it in one call; larger ones one after the other, so that they share memory. A model has eight groups
+# or so.
 TOGETHER_NBYTES = 1 << 25
 
 Decoded = TypeVar("Decoded")
@@ -223,10 +224,7 @@ class GatherCompressor(Compressor):
             flat = self.new_average(group.numel, group.device, group.dtype)
             outs = group.pieces(flat)
         decoding = self.decode_all(average, outs, group.state)
-        if flat is None or flat.nbytes <= TOGETHER_NBYTES:
-            yield from decoding
-        else:
-            at_once(decoding)
+        yield from (decoding if flat is None else with_scratch(decoding, flat.nbytes))
         if flat is not None:
             group.write(outs)
         del outs, flat  # the next group needs its own memory
@@ -517,6 +515,14 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         if start < stop:
             found.append((start, stop))
     return found
+
+
+def with_scratch(work: Routine, nbytes: int) -> Routine:
+    """Coroutine: local work that needs so many bytes of a device: not jointly with that of others if it needs many."""
+    if nbytes <= TOGETHER_NBYTES:
+        yield from work
+    else:
+        at_once(work)
 
 
 def all_finite(payloads: Sequence[ops.Payload]) -> bool:

@@ -360,17 +360,19 @@ class Group:
         return self.pieces(self.state.residual)
 
     def settle(self, number: Tensor, copies: bool) -> Routine:
-        """Coroutine, without collectives: update the residual if a number is finite, and write the average.
+        """Coroutine, without collectives: update the state if a number is finite, and write the average.
 
         Args:
             number: float32 of 1 element, on a device: not finite if the step is to be skipped.
-            copies: whether the former residual is still needed (`keep`).
+            copies: whether the former values are still needed (`keep`).
         """
         state = self.state
-        if state.residual is None:
-            state.residual = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
-        elif copies:
-            state.residual = state.residual.clone()
+        for field in self.planned(_overwritten):
+            value = getattr(state, field, None)
+            if value is None:
+                setattr(state, field, torch.zeros(self.numel, dtype=torch.float32, device=self.device))
+            elif copies:
+                setattr(state, field, value.clone())
         average, self.undecoded = self.undecoded, None
         return self.method.settle(self, average, number.to(self.device, non_blocking=True))
 
@@ -438,6 +440,11 @@ class Group:
         if memory.checks and not average.is_cuda:
             self.finite = ops.all_finite([average])
             self.culprits = [] if self.finite else [n for n, g in zip(self.names, gradients) if not ops.all_finite([g])]
+
+
+def _overwritten(group: Group) -> list[str]:
+    """The fields of the state that `settle` overwrites."""
+    return list(filter(group.state.is_zero_without, group.method.kept_fields))
 
 
 def plan_groups(
