@@ -1,7 +1,7 @@
 """Accuracies at the end of training, which the papers' claims of accuracy are compared with.
 
-They are of two studies of benchmarks/convergence: ResNet-8, CIFAR-10, four workers; four epochs, all methods and one
-seed, or twelve epochs, some methods and two seeds.
+They are of studies of benchmarks/convergence: ResNet-8, CIFAR-10, four workers; four epochs, all methods and one seed,
+or twelve epochs, some methods and two seeds; and what the FFT paper compares with, one seed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 from benchmarks.common.results import RESULTS
 
 SHORT, LONG = "convergence_default.json", "convergence_long.json"
-CONDITIONS = f"ResNet-8, 4 epochs, one seed (`{SHORT}`)"
+FFT, FFT_LONG = "convergence_fft.json", "convergence_fft_long.json"
+CONDITIONS, OF_FFT = (f"ResNet-8, 4 epochs, one seed (`{file}`)" for file in (SHORT, FFT))
 LONGER = f"ResNet-8, 12 epochs, two seeds (`{LONG}`)"
 
 
