@@ -152,7 +152,7 @@ class BlockFloat(ErrorFeedback):
                 state.owner_residual, state.owner_ranges = partition, [(start, stop)]
         payloads = yield Gather(payload, same_length=True)
         self._check(payloads, blocks)
-        if group.holds:  # a device has to know if averages are finite before they are decoded
+        if group.may_hold:  # a device has to know if averages are finite before they are decoded
             step = ops.block_float_max_step(payloads, self.bits, self.block)
             group.numbers.append(step.mul_(2.0**self.bits))  # finite if no magnitude is above 2^127
         if not self.looks(group):

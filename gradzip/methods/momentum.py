@@ -253,7 +253,8 @@ class Momentum(Compressor):
         previous, bound = getattr(state, "momentum", None), 0.0
         if previous is not None and self.looks(group):
             bound = state.momentum_bound if hasattr(state, "momentum_bound") else ops.abs_max(previous)
-        if previous is not None and group.holds:  # a device has to know if m' - beta m is finite before it is written
+        # A device has to know if m' - beta m is finite before it is written.
+        if previous is not None and group.may_hold:
             group.numbers.append((yield Local(_fourfold_max_abs, group.device, previous)))
         if self.compresses_momentum(state):
             return _Average((yield from self.inner.reduce(group)), previous, bound, compressed=True)

@@ -96,7 +96,7 @@ class RandomK(ErrorFeedback):
         if not self.error_feedback:
             values = values * (numel / k)
         if group.on_device:
-            if group.holds:  # a device has to know if the average is finite before it is written
+            if group.may_hold:  # a device has to know if the average is finite before it is written
                 group.numbers.append((yield Local(ops.abs_max_all, group.device, values)))
             return _Chosen(indices, values)
         return (yield from self.with_max_abs(group, self._spread(group, _Chosen(indices, values))))

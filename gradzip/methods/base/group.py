@@ -69,6 +69,8 @@ class Group:
         rank, size: of this rank among those that the method averages over.
 
         on_device: whether the host does not wait in the step to know if the averages are finite (`Verdict`).
+        may_hold: whether a rank's gradients may hold its error. The same on all ranks, as are the numbers that decide
+            whether the step is skipped.
         holds: whether the gradients' memory holds the error of the step, or what it is computed from, until the device
             knows that. There is no memory for a second residual then, and a step that fails has not touched the first.
         undecoded: the average of a group that holds its error, until `settle`.
@@ -112,7 +114,7 @@ class Group:
         self.parts: list[Tensor] = []
         self.rank, self.size = 0, 1
         self.discards = False
-        self.on_device = self.holds = self.shows_averages = False
+        self.on_device = self.may_hold = self.holds = self.shows_averages = False
         self.undecoded: Any = None
         self.numbers: list[Tensor] = []
         self.inspected: list[Inspected] = []
@@ -227,7 +229,7 @@ class Group:
         self.device = gradients[0].device
         self.on_device = gradients[0].is_cuda and self.node_chunks is None and self.method.undone_on_device
         self.numbers, self.inspected, self.told_later = [], [], None
-        self.holds = self.shows_averages = False
+        self.may_hold = self.holds = self.shows_averages = False
         self.undecoded = None
         self.finite, self.culprits = True, []
         if self.node_chunks is not None:
@@ -238,7 +240,7 @@ class Group:
         compressor.traffic.bytes_dense += self.nbytes
         if not self.compressed:
             return self._uncompressed()
-        settles = settles and self.on_device and not discards and monitor is None
+        settles = settles and self.on_device and not discards
         return self._compressed(settles) if report is None else report(self._compressed(settles))
 
     def kept_nbytes(self, rank: int, size: int) -> int:
@@ -311,8 +313,9 @@ class Group:
         try:
             self.gradients, self.parts = own, []
             self._target = adjacent(own) if method.vectors else None
-            plain = own[0].dtype == torch.float32 and all(map(Tensor.is_contiguous, own))
-            self.holds = settles and plain and method.holds(self)
+            self.may_hold = settles and own[0].dtype == torch.float32 and method.holds(self)
+            unwatched = self._compressor.monitor is None
+            self.holds = self.may_hold and unwatched and all(map(Tensor.is_contiguous, own))
             yield from method.add_residual(self)
             average = yield from (method.reduce(self) if self.node_chunks is None else among_peers(method.reduce(self)))
             # All ranks see the same average, so all commit or all undo. Limit of the gradient's own type: a finite
