@@ -123,7 +123,7 @@ def compresses(compressor: gradzip.Compressor, shape: torch.Size) -> bool:
 
 def noise(numel: int, step: int) -> Tensor:
     """Normal numbers on the CPU, repeated."""
-    some = torch.randn(1 << 16, generator=torch.Generator().manual_seed(step))
+    some = torch.randn(1 << 16, generator=torch.Generator().manual_seed(step), dtype=torch.float32)
     return some.repeat(-(-numel // some.numel()))[:numel]
 
 

@@ -102,11 +102,11 @@ class Session:
         waits: whether its steps wait for a device to know if they are skipped.
 
     Attributes:
-        settles: whether nothing needs averages before `is_skipped`, and what that says of this rank is final: gradients
-            on a device may hold errors until then.
+        may_hold: whether gradients on a device may hold errors until `is_skipped`: nothing needs averages before, and
+            what that says of this rank is final.
     """
 
-    settles = False
+    may_hold = False
 
     def __init__(self, compressor: Compressor, what: str, in_background: bool = False, waits: bool = False) -> None:
         check_compressor(compressor, what)
@@ -129,7 +129,7 @@ class Session:
         self._telling: _Late | None = None  # what a device has to tell of it
         self._is_captured = False  # whether it is captured as a CUDA graph
         self.discards = False  # whether its averages are going to be thrown away
-        self._settles = False  # whether gradients may hold errors
+        self._may_hold = False  # whether gradients may hold errors
         self._announced = 0.0  # the share of the ranks that have announced it
         self._in_step = False
 
@@ -272,7 +272,7 @@ class Session:
             self.discards = announcement is not None and announcement.depth > 0
             if self.discards:
                 self._check_announcement()
-            self._settles = self.settles and self.checks
+            self._may_hold = self.may_hold and self.checks
             self._in_step = True
             self.compressor.memory.loss_scale.begin_step()
 
@@ -298,7 +298,7 @@ class Session:
             self._told.append((group, list(map(parameters.__getitem__, group.indices))))
             self.groups[group] = None
             own = list(map(gradients.__getitem__, group.indices))
-            routines[key, i] = group.average(own, rank, size, self.discards, self._settles)
+            routines[key, i] = group.average(own, rank, size, self.discards, self._may_hold)
             if group.device not in self._replays and group.gradients[0].is_cuda:
                 self._count_replays(group)
         self.launch(key, routines, slot)
@@ -429,10 +429,11 @@ class Session:
             return skipped
         magnitudes, number = _joined(numbers or [torch.zeros(1, device=self.engine.device)], skipped)
         if held:
-            self._settle(held, number, doubtful)
+            self._commit_held(held, number, doubtful)
             if written := [gradient for group in held if not group.shows_averages for gradient in group.gradients]:
+                late.names += [()] * skipped  # the NaN that stands for a CPU's averages
                 late.names += [(name,) for group in held if not group.shows_averages for name in group.names]
-                magnitudes, number = _joined([magnitudes, *_largest(written)], skipped)
+                magnitudes, number = _joined([magnitudes, *_largest(written)], False)
         if agree is not None:
             number = agree(number)
             magnitudes = torch.cat([magnitudes, number])
@@ -455,13 +456,14 @@ class Session:
                 raise
         return skipped
 
-    def _settle(self, held: Sequence[Group], number: Tensor, doubtful: Collection[int]) -> None:
-        """Update the residuals of groups that hold their errors, if a number is finite; then write their averages."""
+    def _commit_held(self, held: Sequence[Group], number: Tensor, doubtful: Collection[int]) -> None:
+        """Update the states of groups that hold their errors, if a number is finite; then write their averages."""
         told = self._told if doubtful else ()
         in_doubt = {group for group, parameters in told if any(id(p) in doubtful for p in parameters)}
         replays.current.numbers = self._replays
         try:
-            Round(self.compressor.traffic).advance({group: group.settle(number, group in in_doubt) for group in held})
+            routines = {group: group.commit_held(number, group in in_doubt) for group in held}
+            Round(self.compressor.traffic).advance(routines)
         except BaseException:
             self.drop()
             raise

@@ -141,7 +141,7 @@ class HookState:
 
     def _set_up(self, compressor: Compressor, process_group: dist.ProcessGroup | None, has_names: bool) -> None:
         self._session = Session(compressor, "HookState")
-        self._session.settles = True
+        self._session.may_hold = True
         self.compressor = compressor
         self.process_group = process_group
         self._has_names = self._all_named = has_names

@@ -74,7 +74,7 @@ class OptimizerContext:
             )
         self.sums = op == hvd.Sum
         self.session = session
-        session.settles = not self.sums
+        session.may_hold = not self.sums
         self._names = names = {p: original(name) for p, name in optimizer._parameter_names.items()}
         named = {name: parameter for parameter, name in names.items()}
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer._requires_update]

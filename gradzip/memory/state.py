@@ -55,8 +55,9 @@ class State:
     large each part is (`Compressor.state_shapes`). In a group of one parameter, methods may keep tensors of any shape.
 
     A step that is skipped or has failed is undone by restoring the fields that the state had before. In a step, methods
-    therefore assign new tensors to fields, and change none in place. `renewed` has memory for them. Until the step is
-    complete, what is saved, copied and split are the fields before it.
+    therefore assign new tensors to fields, and change none in place. `renewed` has memory for them. What gradients hold
+    overwrites fields at the end of a step, where that counts (`Group.commit_held`). Until the step is complete, what is
+    saved, copied and split are the fields before it.
 
     Args:
         shapes: of the parameters, by name.

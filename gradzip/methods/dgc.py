@@ -197,13 +197,11 @@ class DGC(SparseCodec):
             torch._foreach_add_(sent.split_with_sizes(counts), [start for start, _ in ranges])
         return sent
 
-    def settle(self, group: Group, average: Undecoded, number: Tensor) -> Routine:
+    def commit_held(self, group: Group, average: Undecoded, number: Tensor) -> Routine:
         if average:
             taking = jointly(self._take_all, group.device, (group, average[group.rank], number))
             yield from with_scratch(taking, 4 * group.numel)
         yield from self.commit(group, average)
-        if self.residual_decay != 1:
-            yield from self.decay_residuals(group, number)
 
     def _take_all(self, of: list[tuple[Group, ops.Payload, Tensor]]) -> list[None]:
         """Update velocities and residuals, if a number is finite. Gradients are the new velocities."""

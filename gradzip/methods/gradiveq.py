@@ -415,7 +415,7 @@ def compress(slices: Tensor, basis: Tensor) -> Tensor:
     """
     if not len(basis):
         return slices.new_empty(0, len(slices))
-    # Slices are rows: the bits of one depend on the basis alone, not on which slices a segment of a ring has.
+    # Slices are rows: on a CPU, the bits of one depend on the basis alone, not on which slices a segment of a ring has.
     return ops.low_rank_project(slices, None, basis.t()).t().contiguous()
 
 

@@ -122,10 +122,8 @@ class LowRank(ErrorFeedback):
         yield self._update(group, average, parts, residual)
         group.write(parts)
 
-    def settle(self, group: Group, average: Factors, number: Tensor) -> Routine:
+    def commit_held(self, group: Group, average: Factors, number: Tensor) -> Routine:
         yield self._update(group, average, group.gradients, group.state.residual, number)
-        if self.residual_decay != 1:
-            yield from self.decay_residuals(group, number)
 
     def _update(
         self, group: Group, of: Factors, parts: Sequence[Tensor], residual: Tensor | None, number: Tensor | None = None

@@ -255,7 +255,7 @@ class Momentum(Compressor):
             bound = state.momentum_bound if hasattr(state, "momentum_bound") else ops.abs_max(previous)
         # A device has to know if m' - beta m is finite before it is written.
         if previous is not None and group.may_hold:
-            group.numbers.append((yield Local(_fourfold_max_abs, group.device, previous)))
+            group.numbers.append((yield Local(self._decayed_max_abs, group.device, previous)))
         if self.compresses_momentum(state):
             return _Average((yield from self.inner.reduce(group)), previous, bound, compressed=True)
         parts = group.parts
@@ -320,12 +320,12 @@ class Momentum(Compressor):
     def complete_error(self, group: Group, average: _Average) -> Routine:
         return self.inner.complete_error(group, average.average)
 
-    def settle(self, group: Group, average: _Average, number: Tensor) -> Routine:
-        yield from self.inner.settle(group, average.average, number)  # gradients are m' then
+    def commit_held(self, group: Group, average: _Average, number: Tensor) -> Routine:
+        yield from self.inner.commit_held(group, average.average, number)  # gradients are m' then
         vars(group.state).pop("momentum_bound", None)
-        yield from with_scratch(jointly(self._settle_all, group.device, (group, number)), 4 * group.numel)
+        yield from with_scratch(jointly(self._take_momenta, group.device, (group, number)), 4 * group.numel)
 
-    def _settle_all(self, of: list[tuple[Group, Tensor]]) -> list[None]:
+    def _take_momenta(self, of: list[tuple[Group, Tensor]]) -> list[None]:
         """Have momenta take m', which gradients are, if a number is finite. Gradients become m' - beta m."""
         gradients = [gradient for group, _ in of for gradient in group.gradients]
         momenta = [m for group, _ in of for m in pieces(group.state.momentum, group.shapes_of_parts)]
@@ -364,15 +364,14 @@ class Momentum(Compressor):
         n, faded = state.squares, self.beta2**state.squares
         return state.square / (1 - faded), state.former_square / (1 - faded * (1 + n * (1 - self.beta2)))
 
+    def _decayed_max_abs(self, momenta: list[Tensor]) -> list[Tensor]:
+        """2.001 beta max |m| of each momentum m. If it is finite, so is m' - beta m of each m' up to 2^127."""
+        found = ops.abs_max_all(momenta)
+        torch._foreach_mul_(found, 2.001 * self.beta)
+        return found
+
     def _add_all(self, sums: list[tuple[list[Tensor], list[Tensor]]]) -> list[None]:
         return add_all(sums, self.beta)
-
-
-def _fourfold_max_abs(momenta: list[Tensor]) -> list[Tensor]:
-    """Four times the largest magnitude of each momentum. If it is finite, so is a difference to numbers up to 2^127."""
-    found = ops.abs_max_all(momenta)
-    torch._foreach_mul_(found, 4.0)
-    return found
 
 
 def _max_abs_and_norms(tensors: list[Tensor]) -> list[Tensor]:

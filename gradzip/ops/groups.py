@@ -189,7 +189,9 @@ def take_errors(of: Sequence[tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]])
 
     of: (number, residuals, errors) of each. The number is that of all.
     """
-    infinite = of[0][0].lt(math.inf).logical_not_().reciprocal()  # if the number is finite; otherwise 1
+    number = of[0][0]
+    finite = torch.lt(number, math.inf, out=torch.empty_like(number))  # 1 if it is, otherwise 0: as float32
+    infinite = finite.sub_(1).reciprocal_()  # if the number is finite; otherwise -1
     residuals, errors = [x for _, some, _ in of for x in some], [x for _, _, some in of for x in some]
     restore_unless_finite(infinite, residuals, errors)
     return [None] * len(of)

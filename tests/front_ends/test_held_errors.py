@@ -47,7 +47,7 @@ class Job:
         apart: whether each gradient is a bucket.
     """
 
-    def __init__(self, compressor, device, shapes=APART, apart=False, settles=True):
+    def __init__(self, compressor, device, shapes=APART, apart=False, may_hold=True):
         self.compressor = gradzip.parse(compressor) if isinstance(compressor, str) else compressor
         self.device, self.shapes, self.held = device, shapes, []
         self.named = {n: torch.nn.Parameter(torch.empty(s, device="meta")) for n, s in shapes.items()}
@@ -55,19 +55,19 @@ class Job:
         self.state = gradzip.ddp.HookState(
             self.compressor, named_parameters=self.named.items(), find_unused_parameters=False
         )
-        self.state._session.settles = settles
+        self.state._session.may_hold = may_hold
 
     def start(self, number, change=lambda gradients: None, buckets=None, dtype=torch.float32):
         """Call the hook for some buckets; by default, for all. Returns the averages by name."""
         gradients = {name: noise(s.numel(), number).view(s).clone() for name, s in self.shapes.items()}
         change(gradients)
-        found, settle = {}, Group.settle
+        found, commit = {}, Group.commit_held
 
         def held(group, *arguments):
             self.held += group.names
-            return settle(group, *arguments)
+            return commit(group, *arguments)
 
-        with mock.patch.object(Group, "settle", held):
+        with mock.patch.object(Group, "commit_held", held):
             for i, names in enumerate(self.buckets[:buckets]):
                 parameters = [self.named[name] for name in names]
                 buffer = self.device.tensor(torch.cat([gradients[name].view(-1) for name in names]).to(dtype))
@@ -140,7 +140,7 @@ def test_gradients_of_horovod_have_memory_of_their_own(spec, device):
 @pytest.mark.parametrize("spec", HELD)
 def test_a_skipped_step_does_not_touch_the_states(spec, shapes, device):
     """The first step, or a later one. All is as if second tensors had been beside the first."""
-    jobs = [Job(spec, device, shapes, settles=settles) for settles in (True, False)]
+    jobs = [Job(spec, device, shapes, may_hold=may_hold) for may_hold in (True, False)]
     for number, change in enumerate([broken, dict, dict, broken, dict]):
         before, tensors = jobs[0].states(), jobs[0].tensors()
         averages, expected = (job.start(number, change) for job in jobs)
@@ -199,7 +199,7 @@ def test_a_backward_pass_that_fails_leaves_states_as_they_were(spec, device):
 
 @pytest.mark.parametrize("spec", HELD)
 def test_a_discarded_parameter_keeps_its_state(spec, device):
-    jobs = [Job(spec, device, settles=settles) for settles in (True, False)]
+    jobs = [Job(spec, device, may_hold=may_hold) for may_hold in (True, False)]
 
     def found():
         pieces = [job.compressor.memory.piece("a.weight", field) for job in jobs for field in FIELDS]
@@ -248,7 +248,7 @@ def test_averages_that_may_overflow(spec, value, device):
 
 @pytest.mark.parametrize("spec", MOMENTA)
 def test_an_average_may_overflow_where_both_momenta_are_finite(spec, device):
-    """m' = -1.5e38, and m = 3e38. The step is skipped, and states stay."""
+    """m' = -1.5e38, and m = 3e38. If the difference overflows, the step is skipped, and states stay."""
     job = Job(spec, device)
     for number in range(2):
         job.start(number)
@@ -260,8 +260,36 @@ def test_an_average_may_overflow_where_both_momenta_are_finite(spec, device):
         gradients["a.weight"].fill_(-1.5e38)
 
     averages = job.start(2, opposite)
-    assert job.compressor.last_step_skipped and all(average.isnan().all() for average in averages.values())
-    assert equal(job.states(), before)
+    if job.compressor.beta < 0.5 + 1e-6:  # then m' - beta m is -3e38
+        assert not job.compressor.last_step_skipped
+        assert all(average.isfinite().all() for average in averages.values())
+    else:
+        assert job.compressor.last_step_skipped and all(average.isnan().all() for average in averages.values())
+        assert equal(job.states(), before)
+
+
+def test_a_large_momentum_fades(device):
+    """It is of a step that was not skipped, so that none after it is."""
+    job = Job("momentum:inner=topk(theta=0.0),warmup_steps=0", device)
+    for number, value in enumerate((1.6e38, 0.0, 0.0)):
+        job.start(number, lambda gradients, value=value: [x.fill_(value) for x in gradients.values()])
+        assert not job.compressor.last_step_skipped and job.held
+    most = max(x.max() for (_, field), x in job.states().items() if field == "momentum")
+    assert most == pytest.approx(1.6e38 * 0.9**2)
+
+
+@pytest.mark.parametrize("spec", HELD)
+def test_the_default_dtype_does_not_matter(spec, device):
+    found = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        job = Job(spec, device)
+        torch.set_default_dtype(dtype)
+        try:
+            averages = [job.start(number) for number in range(3)]
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append(averages[-1] | job.states())
+    assert equal(*found[:2]) and equal(*found[1:])
 
 
 def test_what_does_not_hold_errors(device):

@@ -238,8 +238,8 @@ class Compressor(ABC):
         """Whether the error of a group on a device can be held in the gradients' memory in this step (`Group.holds`).
 
         If so, `reduce` or `complete_error` turns `group.parts` into it in place, and the residual takes it before
-        `commit`. Or they leave there what `settle` computes it from. `reduce` adds to `Group.numbers` those that tell
-        whether it is finite.
+        `commit`. Or they leave there what `commit_held` computes it from. `reduce` adds to `Group.numbers` those that
+        tell whether it is finite.
         """
         return False
 
@@ -293,7 +293,7 @@ class Compressor(ABC):
         """
         return jointly(self.apply_averages, group.device, (group, average))
 
-    def settle(self, group: Group, average: Any, number: Tensor) -> Routine:
+    def commit_held(self, group: Group, average: Any, number: Tensor) -> Routine:
         """Coroutine, without collectives: have the residual take the error that gradients hold; write the average.
 
         number: float32 of 1 element, on the device: not finite if the residual must stay as it is.
@@ -302,8 +302,6 @@ class Compressor(ABC):
         residuals = pieces(group.state.residual, group.shapes_of_parts)
         yield Local(groups.take_errors, group.device, (number, residuals, group.gradients))
         yield from self.commit(group, average)
-        if self.residual_decay != 1:
-            yield from self.decay_residuals(group, number)
 
     def apply_averages(self, updates: list[tuple[Group, Average]]) -> list[None]:
         """`commit` for several groups."""
@@ -390,7 +388,7 @@ class Compressor(ABC):
 
     def _decay_all(self, of: list[tuple[list[Tensor], Tensor | None]]) -> list[None]:
         number, decay = of[0][1], self.residual_decay
-        factor = decay if number is None else torch.where(number.isfinite(), decay, 1.0)[0]
+        factor = decay if number is None else number.new_full((1,), decay).where(number.isfinite(), 1.0)[0]
         torch._foreach_mul_([x for residuals, _ in of for x in residuals], factor)  # one operation on a device
         return [None] * len(of)
 

@@ -519,10 +519,12 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def with_scratch(work: Routine, nbytes: int) -> Routine:
     """Coroutine: local work that needs so many bytes of a device: not jointly with that of others if it needs many."""
-    if nbytes <= TOGETHER_NBYTES:
-        yield from work
-    else:
-        at_once(work)
+    return work if nbytes <= TOGETHER_NBYTES else _by_itself(work)
+
+
+def _by_itself(work: Routine) -> Routine:
+    yield from ()
+    at_once(work)
 
 
 def all_finite(payloads: Sequence[ops.Payload]) -> bool:

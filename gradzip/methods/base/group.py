@@ -73,7 +73,7 @@ class Group:
             whether the step is skipped.
         holds: whether the gradients' memory holds the error of the step, or what it is computed from, until the device
             knows that. There is no memory for a second residual then, and a step that fails has not touched the first.
-        undecoded: the average of a group that holds its error, until `settle`.
+        undecoded: the average of a group that holds its error, until `commit_held`.
         numbers: on a device, vectors of numbers that are not finite if the step is to be skipped, besides the averages.
         shows_averages: whether `numbers` are equally many for each gradient, in order, and not finite if its average is
             not. Averages are not looked at then.
@@ -203,7 +203,7 @@ class Group:
     # --- a step
 
     def average(
-        self, gradients: list[Tensor], rank: int = 0, size: int = 1, discards: bool = False, settles: bool = False
+        self, gradients: list[Tensor], rank: int = 0, size: int = 1, discards: bool = False, may_hold: bool = False
     ) -> Routine:
         """Begin to average gradients. Returns a coroutine that replaces them by their averages over the ranks.
 
@@ -215,7 +215,7 @@ class Group:
                 must not be conjugate views.
             rank, size: this rank's number and the world size.
             discards: as the attribute. Call `end_step` as for a step that is skipped.
-            settles: whether `settle` is called if the group holds its error: averages are written there.
+            may_hold: whether `commit_held` is called if the group holds its error: averages are written there.
         """
         if gradients[0].is_complex():
             gradients = list(map(as_real, gradients))
@@ -240,8 +240,8 @@ class Group:
         compressor.traffic.bytes_dense += self.nbytes
         if not self.compressed:
             return self._uncompressed()
-        settles = settles and self.on_device and not discards
-        return self._compressed(settles) if report is None else report(self._compressed(settles))
+        may_hold = may_hold and self.on_device and not discards
+        return self._compressed(may_hold) if report is None else report(self._compressed(may_hold))
 
     def kept_nbytes(self, rank: int, size: int) -> int:
         """Bytes of the tensors that the state has between steps, at most. For a group that is in no step.
@@ -304,7 +304,7 @@ class Group:
                 self.state.drop_owed()
         return self.state
 
-    def _compressed(self, settles: bool) -> Routine:
+    def _compressed(self, may_hold: bool) -> Routine:
         method, gradients = self.method, self.gradients
         own = gradients if self.node_chunks is None else [(yield from self.node_chunks.scatter(gradients[0]))]
         state = self.begin()
@@ -313,7 +313,7 @@ class Group:
         try:
             self.gradients, self.parts = own, []
             self._target = adjacent(own) if method.vectors else None
-            self.may_hold = settles and own[0].dtype == torch.float32 and method.holds(self)
+            self.may_hold = may_hold and own[0].dtype == torch.float32 and method.holds(self)
             unwatched = self._compressor.monitor is None
             self.holds = self.may_hold and unwatched and all(map(Tensor.is_contiguous, own))
             yield from method.add_residual(self)
@@ -362,7 +362,7 @@ class Group:
         assert self.state.residual is not None
         return self.pieces(self.state.residual)
 
-    def settle(self, number: Tensor, copies: bool) -> Routine:
+    def commit_held(self, number: Tensor, copies: bool) -> Routine:
         """Coroutine, without collectives: update the state if a number is finite, and write the average.
 
         Args:
@@ -377,7 +377,10 @@ class Group:
             elif copies:
                 setattr(state, field, value.clone())
         average, self.undecoded = self.undecoded, None
-        return self.method.settle(self, average, number.to(self.device, non_blocking=True))
+        number = number.to(self.device, non_blocking=True)
+        yield from self.method.commit_held(self, average, number)
+        if self.method.residual_decay != 1:
+            yield from self.method.decay_residuals(self, number)
 
     @property
     def addends(self) -> list[Tensor]:
@@ -446,7 +449,7 @@ class Group:
 
 
 def _overwritten(group: Group) -> list[str]:
-    """The fields of the state that `settle` overwrites."""
+    """The fields of the state that `commit_held` overwrites."""
     return list(filter(group.state.is_zero_without, group.method.kept_fields))
 
 
