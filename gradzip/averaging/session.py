@@ -430,9 +430,13 @@ class Session:
         magnitudes, number = _joined(numbers or [torch.zeros(1, device=self.engine.device)], skipped)
         if held:
             self._commit_held(held, number, doubtful)
-            if written := [gradient for group in held if not group.shows_averages for gradient in group.gradients]:
-                late.names += [()] * skipped  # the NaN that stands for a CPU's averages
-                late.names += [(name,) for group in held if not group.shows_averages for name in group.names]
+            late.names += [()] * skipped  # the NaN that stands for a CPU's averages
+            written: list[Tensor] = []
+            for group in held:
+                if not group.shows_averages:
+                    late.names += zip(group.names)
+                    written += group.gradients
+            if written:
                 magnitudes, number = _joined([magnitudes, *_largest(written)], False)
         if agree is not None:
             number = agree(number)
@@ -440,7 +444,7 @@ class Session:
         if not number.is_cuda:
             return not math.isfinite(number)
         filled = averages if fills else averages[: len(averages) - sum(x.is_cuda for x in others)]
-        filled += [gradient for group in groups if group not in watched for gradient in group.gradients]
+        filled += [x for group in groups if group.holds or group.shows_averages for x in group.gradients]
         _restore(number, filled)
         verdict = Verdict(number, magnitudes)
         self._is_captured = verdict.is_captured

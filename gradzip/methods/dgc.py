@@ -13,7 +13,6 @@ from torch import Tensor
 from ..collectives.fusion import pieces
 from ..collectives.routines import Routine, jointly
 from ..ops import groups
-from ..ops import tensors as ops
 from .base.compressor import add_all, is_number
 from .base.gather import Undecoded, with_scratch
 from .base.group import Group
@@ -178,41 +177,37 @@ class DGC(SparseCodec):
     def subtract_transmitted(self, of: Sequence[Group]) -> None:
         for group in of:
             state = group.state
-            sent = self._sent(group, state.payload)
+            assert state.payload is not None
+            ranges = [(0, group.numel) if partition is None else partition[0][:2] for _, partition in state.payload]
+            numels = [stop - start for start, stop in ranges]
+            parsed = [self.parse(payload, numel) for (payload, _), numel in zip(state.payload, numels)]
+            counts = [values.numel() for _, values in parsed]
+            sent = groups.index_code_decode([stream for stream, _ in parsed], numels, counts).long()
+            if len(ranges) > 1:
+                torch._foreach_add_(sent.split_with_sizes(counts), [start for start, _ in ranges])
             if group.holds:
                 group.parts, state.next_velocity = [state.next_velocity], None
                 group.vector.index_fill_(0, sent, 0.0)
+                state.sent = sent  # until `commit_held`
                 continue
             for field in ("residual", "velocity") if self.momentum else ("residual",):
                 getattr(state, field).view(-1).index_fill_(0, sent, 0.0)
 
-    def _sent(self, group: Group, payloads: Sequence[tuple[ops.Payload, Any]]) -> Tensor:
-        """The indices (int64) of what this rank has sent, from its payloads with their partitions (`State.payload`)."""
-        ranges = [(0, group.numel) if partition is None else partition[0][:2] for _, partition in payloads]
-        numels = [stop - start for start, stop in ranges]
-        parsed = [self.parse(payload, numel) for (payload, _), numel in zip(payloads, numels)]
-        counts = [values.numel() for _, values in parsed]
-        sent = groups.index_code_decode([stream for stream, _ in parsed], numels, counts).long()
-        if len(ranges) > 1:
-            torch._foreach_add_(sent.split_with_sizes(counts), [start for start, _ in ranges])
-        return sent
-
     def commit_held(self, group: Group, average: Undecoded, number: Tensor) -> Routine:
-        if average:
-            taking = jointly(self._take_all, group.device, (group, average[group.rank], number))
-            yield from with_scratch(taking, 4 * group.numel)
+        taking = jointly(self._take_all, group.device, (group, vars(group.state).pop("sent"), number))
+        yield from with_scratch(taking, 4 * group.numel)
         yield from self.commit(group, average)
 
-    def _take_all(self, of: list[tuple[Group, ops.Payload, Tensor]]) -> list[None]:
+    def _take_all(self, of: list[tuple[Group, Tensor, Tensor]]) -> list[None]:
         """Update velocities and residuals, if a number is finite. Gradients are the new velocities."""
         now: list[Tensor] = []
         new: list[Tensor] = []
-        for group, own, _ in of:
+        for group, sent, _ in of:
             state, velocities = group.state, group.gradients
             assert state.residual is not None
             residual = state.residual.clone()
             torch._foreach_add_(pieces(residual, group.shapes_of_parts), velocities)
-            residual.index_fill_(0, self._sent(group, [(own, None)]), 0.0)
+            residual.index_fill_(0, sent, 0.0)
             now, new = [*now, state.residual], [*new, residual]
             if self.momentum:
                 now, new = [*now, *pieces(state.velocity, group.shapes_of_parts)], [*new, *velocities]

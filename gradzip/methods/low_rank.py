@@ -61,8 +61,6 @@ class LowRank(ErrorFeedback):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("rank", isinstance(self.rank, int) and self.rank >= 1, "an integer >= 1")
-        # A bound of the magnitudes in P Qᵀ where those in one factor are up to 1, and the other one is orthonormal.
-        self._most_of_product = self.rank * _ORTHONORMAL
         # Local work for all Q, and for all P: they are not joined.
         self._follow = partial(self._follow_all, False), partial(self._follow_all, True)
         # By `transpose` and the first name: of which groups, and what `_given_of` returned. FSDP2's modules may end
@@ -174,7 +172,7 @@ class LowRank(ErrorFeedback):
         elif scaled:
             numels = self.rank * (matrices.rows if transpose else matrices.columns)
             factor = yield Local(_quotients, group.device, (factor, numels, most.max(1)))
-        return factor, self._most_of_product * float(most.max())
+        return factor, self.rank * _ORTHONORMAL * float(most.max())
 
     def _follow_all(self, transpose: bool, of: list[tuple[Group, Tensor, Tensor, bool]]) -> list[Tensor]:
         """`following` for several groups, from the largest magnitudes of columns. Does not wait for a device."""
@@ -199,7 +197,7 @@ class LowRank(ErrorFeedback):
         """Give groups on a device their numbers. largest: the largest magnitudes of the columns of all."""
         # Not only if gradients hold errors, which may differ between ranks. 16-bit gradients overflow before.
         if self.memory.checks and of[0].on_device:
-            bounds = 2 * self._most_of_product * largest.view(-1)
+            bounds = 2 * self.rank * _ORTHONORMAL * largest.view(-1)
             for group, own in zip(of, bounds.split_with_sizes([self.rank * len(group.names) for group in of])):
                 if group.gradients[0].dtype == torch.float32:
                     group.numbers.append(own)

@@ -3,7 +3,8 @@
 All tensors of a call are on one device; nothing waits for it.
 
 Kernels take tables by address, which is `table.__array_interface__["data"][0]`: `table.ctypes.data` makes two calls of
-Python. Of tables with fields, the former makes more.
+Python. Of tables with fields, the former makes more. So do `x.all()` and `np.cumsum(x)`; `False in x` and
+`np.add.accumulate(x)` make none.
 """
 
 from __future__ import annotations
@@ -428,7 +429,7 @@ def bitmap_code_decode(
     Returns the addresses of the bitmaps, their memory, and 1 plus the number of the stream that is corrupt, or 0.
     """
     rows = -(-of // (8 * _ALIGN)) * _ALIGN
-    ends = np.add.accumulate(rows)  # without the calls of Python that `np.cumsum` makes
+    ends = np.add.accumulate(rows)
     bitmaps = torch.empty(int(ends[-1]), dtype=torch.uint8, device=where.device)
     table = np.empty((len(streams), 6), np.int64)  # struct BitmapStream of csrc/common/bitmap_code.h
     table[:, 0], table[:, 1], table[:, 2] = streams, nbytes, counts
