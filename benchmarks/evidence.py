@@ -20,7 +20,6 @@ from benchmarks.common.tables import markdown, span
 PAGE = ROOT / "docs" / "evidence.md"
 START = "<!-- table of {}: python -m benchmarks.evidence --write -->\n\n"
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon", "sgd": "SGD"}
-LEFT_OUT = {"convergence_quick.json", "convergence_full.json"}  # minutes of training; a first try
 
 
 def content(path: Path) -> Any:
@@ -31,7 +30,7 @@ def trained() -> Iterator[list[str]]:
     """A row for each network and optimizer: what all its studies have."""
     found: dict[tuple[str, str, str], list[tuple[str, dict, list]]] = {}
     for path in sorted(RESULTS.glob("convergence_*.json")):
-        of_file = content(path) if path.name not in LEFT_OUT else {"recipes": {}}
+        of_file = content(path)
         for name, settings in of_file["recipes"].items():
             runs = [run for run in of_file["runs"] if run["recipe"] == name and run["done"]]
             key = settings["network"], OPTIMIZERS[settings["optimizer"]], settings["data"].removesuffix(".txt")

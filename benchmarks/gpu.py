@@ -22,6 +22,7 @@ TASKS = {
     "training": "ResNet-50 with {batch_size} images of {image_size} x {image_size}, in float32",
     "gpt2": "GPT-2 (124 M parameters) with {batch_size} x {length} tokens, in bfloat16 autocast",
 }
+TASKS["training_of_all"] = TASKS["gpt2"]
 SLOW = 3  # copies: slower kernels are on the page
 EXAMPLES = """\
 examples:
@@ -89,11 +90,15 @@ def goals() -> str:
 def lines() -> Iterator[str]:
     """The lines of all tables, with what they were measured on."""
     for part, what in TASKS.items():
+        if not any(run.get(part) for run in runs()):
+            continue
         about, steps = measured(part)
         settings = steps["provenance"]
+        ranks = settings.get("ranks", 1)
         yield (
-            f"{machine(about)}. A training step of {what.format(**settings)}, under DDP with one rank, with a fused "
-            f"optimizer; {settings['rounds']} rounds of {settings['steps']} steps, in turns. *Unchecked*: with "
+            f"{machine(about)}. A training step of {what.format(**settings)}, under DDP with "
+            f"{'one rank' if ranks == 1 else f'{ranks} ranks'}, with a fused optimizer; {settings['rounds']} rounds of "
+            f"{settings['steps']} steps, in turns. *Unchecked*: with "
             "`skip_nonfinite(False)`. *Host*: ms that the host takes to start a step on an idle device, with its waits:"
         )
         yield ""
@@ -130,7 +135,7 @@ def transformer() -> Iterator[str]:
             )
             yield ""
             header = ["optimizer, method", "rate", "steps of warm-up", "loss on validation text"]
-            header += ["highest loss after 15 steps", "times fewer bytes", "peak of memory, GB"]
+            header += ["highest loss after 15 steps", "times fewer bytes handed", "peak of memory, GB"]
             dense = 4 * about["parameters"] * about["steps"]
             cells = [
                 [row["variant"] if row["optimizer"] == "muon" else f"{row['optimizer']}, {row['variant']}",

@@ -1,6 +1,6 @@
-"""Time training steps of one rank with DDP, with and without compression: what compressing takes, without a network.
+"""Time training steps with DDP, with and without compression: of one rank, or of those that torchrun starts.
 
-The group has one rank, so that a step consists of computing the gradients, compressing them, and decompressing this
+With one rank, there is no network: a step consists of computing the gradients, compressing them, and decompressing this
 rank's own payloads. The row "stock" is DDP without a hook. Steps of variants are timed in turns: of a few at a time,
 since each has a network of its own, and always beside "stock".
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import os
 import statistics
 import sys
 import time
@@ -38,6 +39,7 @@ examples:
   python -m benchmarks.step --device cuda --json step.json          all methods, ResNet-50, 64 images of 224 x 224
   python -m benchmarks.step --device cuda --model gpt2              a transformer of 124 M parameters in bfloat16
   python -m benchmarks.step --image-size 32 --batch-size 4 acpsgd   on a CPU
+  torchrun --standalone --nproc-per-node 8 -m benchmarks.step --device cuda --model gpt2 block-float    eight GPUs
 """
 
 SPECS = (
@@ -239,9 +241,12 @@ def row_of(name: str, variant: Variant, base: Variant) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def group_of_one(device: str) -> Iterator[None]:
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+def process_group(device: str) -> Iterator[None]:
+    """Of the ranks that torchrun has started, each on a GPU of its own; else of this one."""
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", **({} if "RANK" in os.environ else alone))
     try:
         yield
     finally:
@@ -276,7 +281,8 @@ def main() -> int:
     about = {**provenance(args.device), "model": args.model, **settings}
     rows: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
-    with group_of_one(args.device):
+    with process_group(args.device):
+        about["ranks"], first = dist.get_world_size(), dist.get_rank() == 0
         specs = args.methods or SPECS
         # torch's bf16 hook needs NCCL. With gloo, its PowerSGD hook waits in the threads that it waits for.
         hooks = [name for name in HOOKS if args.device == "cuda" or name not in ("bf16 hook", "PowerSGD hook")]
@@ -286,9 +292,9 @@ def main() -> int:
         if args.device == "cuda" and not args.methods:
             variants += [f"{spec}{CAPTURED}" for spec in ("stock", *CAPTURABLE)]
         for rows in measure(variants, task(args), args, failed):
-            if args.json:  # as they come: a run that is stopped leaves what it has measured
+            if args.json and first:  # as they come: a run that is stopped leaves what it has measured
                 write_json(args.json, {"provenance": about, "rows": rows, "failed": failed})
-    for row in rows:
+    for row in rows if first else ():
         sent = "" if row["nbytes"] is None else f"  {row['nbytes'] / 1e6:.2f} MB sent"
         memory = "" if row["memory"] is None else f"  peak {row['memory'] / 1e6:.0f} MB"
         spread = f"({row['ms_p20']:.2f} to {row['ms_p80']:.2f})"

@@ -24,6 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu_check.json"
 MINUTES = 25
 TAIL = 30  # lines of a failed step's output
 WORKERS = 12  # processes of the tests, each with a CUDA context
+NCCL = "test_nccl.py"  # has a step of its own: its jobs have several ranks
 
 # What compute-sanitizer prints where it does not support the device, or is not installed completely.
 NO_SANITIZER = re.compile(r"Device not supported|Unable to find .*injection|compute-sanitizer: (command )?not found")
@@ -36,7 +37,8 @@ class Step:
     Args:
         seconds: it has as large a share of what is left as these have of all that are left.
         tool: program that it needs, beside Python.
-        after: it is skipped unless one of these steps has passed. Empty: it depends on none.
+        lacks: what the machine does not have for it. Empty: nothing.
+        after: it is skipped unless one of these steps has passed. Those that are not to run do not count.
         tests: it runs pytest, and fails if no test passes.
     """
 
@@ -45,6 +47,7 @@ class Step:
     command: list[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     tool: str = ""
+    lacks: str = ""
     after: tuple[str, ...] = ()
     tests: bool = False
 
@@ -61,7 +64,7 @@ class Outcome:
     tail: list[str] = field(default_factory=list)  # of the output, unless it passed
 
 
-def steps(arch: str, folder: Path) -> list[Step]:
+def steps(arch: str, folder: Path, gpus: int = 1) -> list[Step]:
     """All steps. arch: of the device, as in "90"; folder: for files of results."""
     python = sys.executable
     build = [python, "setup.py", "build_ext", "--inplace"]
@@ -69,10 +72,11 @@ def steps(arch: str, folder: Path) -> list[Step]:
     files = [
         str(path.relative_to(ROOT))
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
-        if "mark.cuda" in path.read_text()
+        if "mark.cuda" in path.read_text() and path.name != NCCL
     ]
     # Versions of torch and NumPy may be newer than those that the suite knows: what they deprecate is not an error.
-    pytest = [python, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
+    one_by_one = [python, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider"]
+    pytest = [*one_by_one]
     if importlib.util.find_spec("xdist"):
         pytest += ["-n", str(min(WORKERS, len(os.sched_getaffinity(0))))]
     tests = [*pytest, *files, "-m", "cuda"]
@@ -85,13 +89,17 @@ def steps(arch: str, folder: Path) -> list[Step]:
     builds = ("build_nvcc", "build_nvrtc")
 
     def timing(benchmark: str, results: str) -> list[str]:
-        return [python, "-m", f"benchmarks.{benchmark}", "--device", "cuda", "--json", str(folder / results)]
+        return ["-m", f"benchmarks.{benchmark}", "--device", "cuda", "--json", str(folder / results)]
 
+    few = ["--rounds", "2", "--steps", "3"]  # steps, which a slow link makes long
+    of_all = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    alone = "" if gpus > 1 else "one GPU"
+    shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # ranks may share a GPU
     return [
         Step("build_nvrtc", 60, build, nvrtc),
-        Step("tests_nvrtc", 180, tests, cache, after=("build_nvrtc",), tests=True),
-        Step("build_nvcc", 140, build, nvcc, tool="nvcc"),
-        Step("tests_nvcc", 190, tests, cache, after=("build_nvcc",), tests=True),
+        Step("tests_nvrtc", 160, tests, cache, after=("build_nvrtc",), tests=True),
+        Step("build_nvcc", 120, build, nvcc, tool="nvcc"),
+        Step("tests_nvcc", 170, tests, cache, after=("build_nvcc",), tests=True),
         # Each tensor gets memory of its own: the sanitizer does not see an access beyond a tensor within a block of
         # torch's cache.
         *(
@@ -99,10 +107,20 @@ def steps(arch: str, folder: Path) -> list[Step]:
                 tool, seconds, [*sanitizer, tool, *of_kernels],
                 {**cache, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "compute-sanitizer", builds, tests=True,
             )
-            for tool, seconds in (("memcheck", 180), ("racecheck", 180), ("synccheck", 120), ("initcheck", 120))
+            for tool, seconds in (("memcheck", 150), ("racecheck", 150), ("synccheck", 90), ("initcheck", 90))
         ),
-        Step("kernels", 150, [*timing("kernels", "kernels.json"), "--rounds", "3"], cache, after=builds),
-        Step("training", 140, timing("step", "training.json"), cache, after=builds),
+        Step("kernels", 140, [python, *timing("kernels", "kernels.json"), "--rounds", "3"], cache, after=builds),
+        Step("training", 120, [python, *timing("step", "training.json")], cache, after=builds),
+        Step(
+            "nccl", 150, [*one_by_one, f"tests/front_ends/{NCCL}", "-m", "cuda"], cache, lacks="" if shared else alone,
+            after=builds, tests=True,
+        ),
+        Step(
+            "training_of_all", 100,
+            [*of_all, *timing("step", "training_of_all.json"), "--model", "gpt2", *few, "block-float",
+             "block-float:bits=4,rounding=nearest"],
+            cache, lacks=alone, after=builds,
+        ),
     ]  # fmt: skip
 
 
@@ -179,10 +197,11 @@ def run(
         limit = left * step.seconds / sum(later.seconds for later in todo[number:])
         done = Outcome(step.name, "skipped", 0.0, round(limit, 1))
         passed = {o.name for o in outcomes if o.outcome == "passed"}
-        if step.tool and not find(step.tool):
-            done.outcome, done.tail = "unavailable", [f"no {step.tool} on PATH or in CUDA_HOME/bin"]
-        elif step.after and not passed.intersection(step.after):
-            done.tail = [f"{' and '.join(step.after)} did not pass"]
+        after = [earlier for earlier in step.after if earlier in {o.name for o in outcomes}]
+        if step.lacks or (step.tool and not find(step.tool)):
+            done.outcome, done.tail = "unavailable", [step.lacks or f"no {step.tool} on PATH or in CUDA_HOME/bin"]
+        elif after and not passed.intersection(after):
+            done.tail = [f"{' and '.join(after)} did not pass"]
         else:
             start = time.monotonic()
             status, output = execute(step.command, {**environment, **step.environment}, limit)
@@ -199,7 +218,7 @@ def run(
 
 def show(done: Outcome) -> None:
     tests = "".join(f", {number} {word}" for word, number in (done.tests or {}).items())
-    print(f"  {done.name:12} {done.outcome}, {done.seconds:.0f} of {done.limit:.0f} s{tests}", flush=True)
+    print(f"  {done.name:15} {done.outcome}, {done.seconds:.0f} of {done.limit:.0f} s{tests}", flush=True)
     for line in done.tail:
         print(f"    {line}", flush=True)
 
@@ -207,7 +226,7 @@ def show(done: Outcome) -> None:
 def document(about: dict[str, Any], outcomes: list[Outcome], folder: Path) -> dict[str, Any]:
     """The file: the machine, the steps, and the files that the benchmarks have written, as far as they came."""
     measured = {}
-    for name in ("kernels", "training"):
+    for name in ("kernels", "training", "training_of_all"):
         path = folder / f"{name}.json"
         measured[name] = json.loads(path.read_text()) if path.exists() else None
     return {
@@ -241,6 +260,7 @@ def describe() -> dict[str, Any]:
     version = re.search(r"release ([\d.]+)", said(find("nvcc") or "nvcc", "--version"))
     return {
         "device": torch.cuda.get_device_name(),
+        "gpus": torch.cuda.device_count(),
         "arch": "{}{}".format(*torch.cuda.get_device_capability()),
         "memory": memory,
         "driver": driver,
@@ -268,8 +288,8 @@ def main() -> int:
     if args.logs and not args.logs.is_dir():
         parser.error(f"got --logs {args.logs}, which is no folder; make it first")
 
-    def wanted(arch: str, folder: Path) -> list[Step]:
-        return [step for step in steps(arch, folder) if not args.only or step.name in args.only]
+    def wanted(*about: Any) -> list[Step]:
+        return [step for step in steps(*about) if not args.only or step.name in args.only]
 
     if not args.minutes > 0:
         parser.error(f"got --minutes {args.minutes:g}, expected a number above 0")
@@ -279,7 +299,7 @@ def main() -> int:
         todo = wanted("XX", Path("FOLDER"))
         share = args.minutes / sum(step.seconds for step in todo)
         for step in todo:
-            print(f"{step.name:12} {60 * share * step.seconds:4.0f} s  {' '.join(step.command)}")
+            print(f"{step.name:15} {60 * share * step.seconds:4.0f} s  {' '.join(step.command)}")
         return 0
     try:
         about = describe()
@@ -288,7 +308,7 @@ def main() -> int:
         return 2
     print(f"gpu_check: {about['device']}, driver {about['driver']}, torch {about['torch']}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        todo = wanted(about["arch"], Path(folder))
+        todo = wanted(about["arch"], Path(folder), about["gpus"])
         outcomes: list[Outcome] = []
 
         def report(done: Outcome) -> None:

@@ -95,6 +95,7 @@ CHOSEN: dict[tuple[Path, str], list[Line | RealLine]] = {
             'Muon | `BlockFloat(bits=4, rounding="nearest")`', "muon_more", "text-muon",
             "block-float:bits=4,rounding=nearest",
         ),
+        Line("Muon | `BlockFloat()`", "muon_8", "text-muon", "block-float"),
         Line("SGD, ResNet-20 | `FFTRange()`", *IMAGES, "fft-range"),
         Line("SGD, ResNet-8 | `BlockFloat()`", "block_float", "images", "block-float"),
         Line("SGD, ResNet-8 | `PowerSGD()`", "long", "images", "powersgd"),

@@ -5,8 +5,8 @@ the best score. Methods with phases count for their last one.
 
   python -m benchmarks.convergence.studies --write    from benchmarks/results/convergence_*.json
 
-Left out: the quick study, whose training is too short to advise by; optimizers with other settings than the recipes'
-own; methods whose arguments depend on the length of the study.
+Left out: optimizers with other settings than the recipes' own; methods whose arguments depend on the length of the
+study.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def is_spec(text: str) -> bool:
 def best() -> list[Study]:
     """The best study of each method with each optimizer, by optimizer and method."""
     found: dict[tuple[str, str], tuple[tuple[float, ...], Study]] = {}
-    for path in sorted({*RESULTS.glob("convergence_*.json")} - {RESULTS / "convergence_quick.json"}):
+    for path in sorted(RESULTS.glob("convergence_*.json")):
         for lrs, study in studies_of(path):
             key = study.optimizer, unparse(studied(gradzip.parse(study.method)))
             rank = lrs, study.steps, -study.worse_by

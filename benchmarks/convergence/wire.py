@@ -165,8 +165,8 @@ def text(method: gradzip.Compressor, packed: bool = False) -> str:
 
 
 def all_rows() -> Iterator[dict[str, Any]]:
-    """The runs of all studies but the quick one, of whose networks the data is not known here."""
-    for path in sorted(set(RESULTS.glob("convergence_*.json")) - {RESULTS / "convergence_quick.json"}):
+    """The runs of all studies."""
+    for path in sorted(RESULTS.glob("convergence_*.json")):
         results = Results({}, path)
         results.resume()
         for name, settings in results.recipes.items():

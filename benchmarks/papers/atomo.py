@@ -72,8 +72,8 @@ def ends() -> Row:
     return Row(
         "It reaches an accuracy sooner than QSGD and TernGrad", "tables 3, 4", "up to 2 × and 3 ×",
         "; ".join(found), all(better),
-        f"{CONDITIONS}, budget 3, 4 bits; the paper tunes each step size, on 16 nodes; hit if it ends higher or sends "
-        "less",
+        f"{CONDITIONS}, budget 3, 4 bits, bytes on the wire of 4 ranks; the paper tunes each step size, on 16 nodes; "
+        "hit if it ends higher or sends less",
     )  # fmt: skip
 
 

@@ -57,15 +57,9 @@ class GradiVeQ(Compressor):
     averages. The paper subtracts U^T mu before compression. All ranks know it, so it is not subtracted here, and g' is
     linear in g.
 
-    lambda bounds the loss of the samples, not that of later gradients, which have components that no sample had. With
-    100 samples of ResNet-20 on CIFAR-10, the next gradients lose 0.20 to 0.24 of their energy in layers of 16 channels,
-    0.32 to 0.43 in layers of 32 and 0.41 to 0.51 in layers of 64, and with loss=0 0.01 to 0.05 less. The number of
-    samples matters more: the loss is 0.31 to 0.62 with 50 samples, and 0.12 to 0.39 with 200. Gradients 50 to 100 steps
-    later lose up to 0.10 more. Layers with F D > 16384 lose 0.7 to 0.9.
-
-    ``sampling=QSGD(bits=4)`` with the default `stop` trains ResNet-20 well: a short run ends at the training loss of
-    uncompressed training, with 6 times fewer bytes. Most of that is the saving of QSGD, which alone sends even fewer.
-    With uncompressed sampling, the loss is 0.03 to 0.12 higher, at 1.1 to 2.2 times fewer bytes (docs/methods.md).
+    lambda bounds the loss of the samples, not that of later gradients, which have components that no sample had: the
+    number of samples matters more than lambda. docs/methods.md says how much of their energy is lost, and what whole
+    runs send.
 
     Gradients of fewer than three dimensions, such as those of dense layers, bypass compression; `PerLayer` can choose
     another method for them. There is no error feedback: residuals outside of the basis would accumulate until the next

@@ -18,7 +18,7 @@ import outer_worker
 import test_gpu
 from contract import gradient
 from ddp_worker import SHAPES, Job
-from harness import main, message, on_request, scenario
+from harness import job, main, message, on_request, scenario
 from observed import exact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,7 +44,7 @@ def bound(spec):
     if test_gpu.computed_by_a_library(spec) or "fp16" in spec:
         return 1e-3
     adds_none = all(exact(part) for part in gradzip.parse(spec).parts)
-    return 0.0 if adds_none and dist.get_world_size() == 2 else 1e-5
+    return 0.0 if adds_none and job.size == 2 else 1e-5
 
 
 def difference(got, expected, most):
@@ -58,12 +58,12 @@ def checked(cases, check):
     """What is wrong, by case. Rank 0 says each before it starts: a job that hangs shows where."""
     found = {}
     for case in cases:
-        if dist.get_rank() == 0:
+        if job.rank == 0:
             print(f"nccl_worker: {case}", flush=True)
         error = []
         raised = message(lambda case=case, error=error: error.append(check(case)))
         found[str(case)] = raised or error[0]
-        if found[str(case)] and dist.get_rank() == 0:
+        if found[str(case)] and job.rank == 0:
             print(f"nccl_worker: {case}: {found[str(case)]}", flush=True)
     return found
 
@@ -220,6 +220,31 @@ def captured_differs(spec, rank):
 @on_request
 def captured(rank):
     return checked(test_gpu.CAPTURABLE, lambda spec: captured_differs(spec, rank))
+
+
+def horovod_steps(device, rank, spec):
+    """The averages of each step under Horovod, which averages tensors of a GPU with NCCL."""
+    import horovod.torch as hvd
+
+    named = [(str(i), torch.nn.Parameter(torch.zeros(shape, device=device))) for i, shape in enumerate(SHAPES)]
+    optimizer = torch.optim.SGD([p for _, p in named], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=gradzip.parse(spec))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        sum((p * gradient(name, rank, step, p.shape).to(device)).sum() for name, p in named).backward()
+        optimizer.synchronize()
+        yield torch.cat([p.grad.flatten() for _, p in named])
+
+
+def horovod_differs(spec, rank):
+    steps = zip(*(horovod_steps(device, rank, spec) for device in (DEVICE, "cpu")), strict=True)
+    return next(filter(None, (difference([got], [right], bound(spec)) for got, right in steps)), "")
+
+
+@on_request
+def horovod(rank):
+    """Under horovodrun."""
+    return checked(kinds.FIRST, lambda spec: horovod_differs(spec, rank))
 
 
 @on_request

@@ -1,6 +1,7 @@
 """The code blocks of the documentation run: those of Python on two ranks, and commands as far as their own parsers."""
 
 import argparse
+import ast
 import importlib
 import json
 import os
@@ -14,13 +15,14 @@ import pytest
 
 import gradzip
 import gradzip.cli
+from benchmarks.common.results import RESULTS
 from code_blocks import PAGES, code_blocks, python_blocks
 from launch import horovodrun, torchrun
 from paths import ROOT
 
 COVERS = [
     "*.md", "docs/*.md", "docker/*.md", "recipes/*.md", "Makefile", "gradzip/**/*.py", "benchmarks/**/*.py",
-    "examples/*.py", "tests/tools/code_blocks_worker.py", "tests/support/code_blocks.py",
+    "examples/*.py", "benchmarks/results/*.json", "tests/tools/code_blocks_worker.py", "tests/support/code_blocks.py",
 ]  # fmt: skip
 SHELL = "sh", "console"
 # Programs of others: their words are not checked, but for files of the repository.
@@ -150,6 +152,27 @@ def test_inline_commands_are_understood(page, code):
     check(words)
 
 
+def stored_commands(value):
+    """The commands that a file of results names."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key in ("command", "commands") and isinstance(item, (str, list)):
+                yield from [item] if isinstance(item, str) else item
+            else:
+                yield from stored_commands(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from stored_commands(item)
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
+def test_commands_of_results_are_understood(file, tmp_path):
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)  # for --json
+    for command in dict.fromkeys(stored_commands(json.loads(file.read_text()))):
+        assert command.startswith("python -m benchmarks."), command
+        check(shlex.split(command))
+
+
 def test_a_wrong_command_is_found(capsys):
     for line in (
         "make no-such-target", "make train ARGS=--no-such-option", "gradzip advise --bandwith 1gbit", "no-such-program",
@@ -166,8 +189,17 @@ def test_specs_are_understood(block):
         assert isinstance(gradzip.parse(block.text.strip()), gradzip.Compressor)
 
 
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "diff"], ids=str)
+def test_pairs_are_python_before_and_after(block):
+    """Their functions are looked up by test_docs.py."""
+    lines = block.text.splitlines()
+    for side in "-+":
+        ast.parse("\n".join(line[1:] for line in lines if line[0] in f" {side}"))
+    assert any(line[0] == "+" and "gradzip." in line for line in lines) and {line[0] for line in lines} <= {*" +-"}
+
+
 def test_every_block_has_a_language_that_is_checked():
-    known = {*SHELL, "python", "text", "toml", "yaml"}  # toml: of a reader's own package; yaml: of Accelerate
+    known = {*SHELL, "python", "text", "toml", "yaml", "diff"}  # toml: of a reader's own package; yaml: of Accelerate
     assert len(BLOCKS) > 40
     assert not [str(block) for block in BLOCKS if block.language not in known]
 

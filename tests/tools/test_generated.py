@@ -64,6 +64,9 @@ def test_the_page_says_where_the_best_rates_of_the_transformer_are():
     assert all(losses[variant][rate] >= none for variant, rate in best.items())
     assert all(best[variant] == min(losses[variant]) for variant in ("4 bits", "PowerSGD(32)"))
     assert best["recipe for AdamW"] == max(losses["recipe for AdamW"])
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    four, recipe = (f"{100 * (losses[name][best[name]] / none - 1):.1f} %" for name in ("4 bits", "recipe for AdamW"))
+    assert f"each method at its best rate: 4 bits end {four} above no compression, the recipe {recipe}" in readme
 
 
 def test_the_page_of_evidence_names_the_largest_of_what_was_measured():

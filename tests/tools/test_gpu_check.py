@@ -26,6 +26,7 @@ gpu_check = importlib.util.module_from_spec(spec)
 sys.modules["gpu_check"] = gpu_check  # dataclasses look there
 spec.loader.exec_module(gpu_check)
 Step = gpu_check.Step
+ABOUT = {"device": "X", "arch": "90", "gpus": 1, "driver": "580", "torch": "2"}
 
 
 def shell(name, text, **options):
@@ -55,6 +56,21 @@ def test_steps_fit_the_budget_and_name_what_is_there():
     assert all(file.startswith("tests/ops/") for s in todo if s.tool == "compute-sanitizer" for file in files_of(s))
 
 
+def test_several_gpus_are_used():
+    """Ranks between which NCCL is tested, and a training step of all; on one GPU, only where ranks may share it."""
+    one, eight = ({s.name: s for s in gpu_check.steps("90", Path("folder"), gpus)} for gpus in (1, 8))
+    assert all(one[name].lacks == "one GPU" and not eight[name].lacks for name in ("nccl", "training_of_all"))
+    assert "tests/front_ends/test_nccl.py" in eight["nccl"].command
+    command = eight["training_of_all"].command
+    assert command[command.index("--nproc-per-node") + 1] == "8" and "benchmarks.step" in command
+
+
+def test_a_step_alone_uses_the_build_that_is_there():
+    lacking = shell("lacking", "exit 0", lacks="one GPU")
+    alone, other = gpu_check.run([shell("alone", "exit 0", after=("build",)), lacking], 4, lambda done: None, {})
+    assert (alone.outcome, other.outcome, other.tail) == ("passed", "unavailable", ["one GPU"])
+
+
 def files_of(step):
     return [part for part in step.command if part.startswith("tests/")]
 
@@ -68,8 +84,8 @@ def test_what_a_step_leaves_is_shared_by_the_next_ones():
 def test_some_steps_alone(monkeypatch, tmp_path, capsys):
     """They keep their order, and their output is kept where the user wants it."""
     steps = [shell(name, f"echo {name}{name}") for name in "abc"]
-    monkeypatch.setattr(gpu_check, "describe", lambda: {"device": "X", "arch": "90", "driver": "580", "torch": "2"})
-    monkeypatch.setattr(gpu_check, "steps", lambda arch, folder: steps)
+    monkeypatch.setattr(gpu_check, "describe", lambda: ABOUT)
+    monkeypatch.setattr(gpu_check, "steps", lambda arch, folder, gpus=1: steps)
     command = ["gpu_check.py", "--only", "c,a", "--logs", str(tmp_path), "--minutes", "1", str(tmp_path / "x.json")]
     monkeypatch.setattr(sys, "argv", command)
     assert gpu_check.main() == 0
@@ -87,7 +103,7 @@ def test_some_steps_alone(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("module", [kernels, step], ids=lambda module: module.__name__)
 def test_benchmarks_have_the_arguments_that_are_passed(monkeypatch, capsys, tmp_path, module):
-    (passed,) = (s.command for s in gpu_check.steps("90", tmp_path) if module.__name__ in s.command)
+    passed, *_ = (s.command for s in gpu_check.steps("90", tmp_path) if module.__name__ in s.command)
     monkeypatch.setattr(sys, "argv", [*passed[2:], "--rounds", "0"])
     with pytest.raises(SystemExit, match="2"):
         module.main()
@@ -128,7 +144,7 @@ def test_tests_must_have_passed(status, output, outcome):
 def test_a_run_on_a_described_machine(monkeypatch, tmp_path, capsys, last):
     """From arguments to the file and the exit status, with commands that need no GPU."""
 
-    def steps(arch, folder):
+    def steps(arch, folder, gpus=1):
         return [
             shell("kernels", f'echo \'{{"rows": ["{arch}"]}}\' >{folder}/kernels.json'),
             shell("none", "exit 0", tool="no-such-tool"),
@@ -138,7 +154,7 @@ def test_a_run_on_a_described_machine(monkeypatch, tmp_path, capsys, last):
         ][: 5 if last else 2]
 
     path = tmp_path / "results.json"
-    monkeypatch.setattr(gpu_check, "describe", lambda: {"device": "X", "arch": "90", "driver": "580", "torch": "2"})
+    monkeypatch.setattr(gpu_check, "describe", lambda: ABOUT)
     monkeypatch.setattr(gpu_check, "steps", steps)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--minutes", "1", str(path)])
     assert gpu_check.main() == last
@@ -149,13 +165,28 @@ def test_a_run_on_a_described_machine(monkeypatch, tmp_path, capsys, last):
         expected |= {"lines": "failed", "after kernels": "passed", "after lines": "skipped"}
         assert written["checks"]["lines"]["tail"] == [f"line {i}" for i in range(70, 100)]
     assert {name: check["outcome"] for name, check in written["checks"].items()} == expected
-    assert capsys.readouterr().out.startswith("gpu_check: X, driver 580, torch 2\n  kernels      passed, ")
+    assert capsys.readouterr().out.startswith("gpu_check: X, driver 580, torch 2\n  kernels         passed, ")
 
 
 def test_resnet50_has_the_published_parameters():
     with torch.device("meta"):
         shapes = sorted(tuple(p.shape) for p in step.resnet50().parameters())
     assert shapes == sorted(p.shape for p in models.MODELS["resnet50"]())
+
+
+@pytest.mark.long
+def test_steps_of_several_ranks_are_measured(tmp_path):
+    path = tmp_path / "steps.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    size = ["--image-size", "32", "--batch-size", "2", "--steps", "1", "--rounds", "1"]
+    done = commands.run(
+        *launcher, "-m", "benchmarks.step", *size, "--json", path, "block-float", cwd=ROOT,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["provenance"]["ranks"] == 2 and done.stdout.count("block-float") == 1
+    assert [row["variant"] for row in found["rows"]] == ["stock", "fp16 hook", "FP8 hook", "block-float"]
 
 
 @pytest.mark.long

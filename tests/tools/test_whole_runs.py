@@ -6,13 +6,25 @@ import sys
 
 import pytest
 
+from benchmarks import time_to_loss
 from benchmarks.convergence.recipes import Run, load_data
 from benchmarks.convergence.run import train
-from benchmarks.time_to_loss import Study
 from benchmarks.whole_runs import __main__ as whole_runs
 from launch import executable
 
-QUICK = Study("convergence_quick.json", "images", "Digits")
+QUICK = {
+    "provenance": {"commits": [], "commands": []},
+    "recipes": {"images": {
+        "network": "cnn", "optimizer": "sgd", "betas": [], "data": "digits", "examples": 1297, "workers": 4,
+        "batch_size": 8, "epochs": 1, "steps": 40, "measure": "test accuracy, %", "digits": 2,
+        "lower_is_better": False, "margin": 2.0,
+    }},
+    "runs": [
+        {"recipe": "images", "method": method, "lr": 0.05, "seed": 0, "parameters": 188234, "scores": [80.0],
+         "payload_bytes": [sent], "done": True}
+        for method, sent in (("none", 30117440), ("acpsgd", 824000))
+    ],
+}  # fmt: skip
 LOCAL = "local(every=10):phases:0=qsgd,5%=block-float(bits=4,rounding=nearest)"
 FOUR = "block-float:bits=4,rounding=nearest"
 
@@ -25,7 +37,10 @@ def command(monkeypatch, *arguments):
 @pytest.mark.long
 def test_a_whole_run(monkeypatch, tmp_path, one_thread):
     """Four ranks end an epoch about where four simulated workers do: sums of four numbers depend on their order."""
-    monkeypatch.setattr(whole_runs, "STUDIES", (QUICK,))
+    (tmp_path / "convergence_quick.json").write_text(json.dumps(QUICK))
+    monkeypatch.setattr(time_to_loss, "RESULTS", tmp_path)
+    quick = time_to_loss.Study("convergence_quick.json", "images", "Digits")
+    monkeypatch.setattr(whole_runs, "STUDIES", (quick,))
     monkeypatch.setattr(sys, "executable", str(executable()))
     file = tmp_path / "runs.json"
     command(
