@@ -836,6 +836,13 @@ def test_error_feedback_takes_no_memory_in_a_step(spec):
     assert found == pytest.approx(memory.count(gradzip.parse(f"{spec}:error_feedback={without}")).in_step, abs=5e-3)
 
 
+@pytest.mark.parametrize("spec", ["block-float", "topk", "signsgd", "onebit", "randomk", "powersgd", "acpsgd"])
+def test_16_bit_gradients_take_no_second_residual(spec):
+    """In a step they take what float32 takes, and a bucket's error, which is made again."""
+    half, single = [memory.count(gradzip.parse(spec), dtype).in_step for dtype in (torch.bfloat16, torch.float32)]
+    assert half <= single + GROUP * 4
+
+
 def test_dgc_takes_no_second_states():
     """It takes a bucket's velocity and residual, and what the encoder takes."""
     encoder = memory.count(gradzip.parse("topk:theta=0.999,error_feedback=False")).in_step
