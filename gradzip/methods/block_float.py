@@ -175,12 +175,13 @@ class BlockFloat(ErrorFeedback):
             state.next_residual = state.renewed("residual", like, group.numel)
         residual = state.residual if self.keeps_residual else None
         error = vector if group.holds else state.next_residual
-        return self._encode(vector, key, blocks, error, residual)
-
-    def _encode(self, x: Tensor, key: Key, blocks: int, error: Tensor | None, residual: Tensor | None = None) -> Tensor:
-        """The payload of x + residual. error: memory for its error, which may be x."""
         bits = key.bits if self.rounding == "stochastic" else None
-        return groups.block_float_encode(x, self.bits, self.block, bits, blocks, residual, error)
+        return groups.block_float_encode(vector, self.bits, self.block, bits, blocks, residual, error)
+
+    def _encode(self, x: Tensor, key: Key, blocks: int, error: Tensor | None) -> Tensor:
+        """The payload of x. error: memory for its error, which may be x."""
+        bits = key.bits if self.rounding == "stochastic" else None
+        return groups.block_float_encode(x, self.bits, self.block, bits, blocks, None, error)
 
     def _check(self, payloads: Sequence[Tensor], blocks: int) -> None:
         """Raise PayloadError unless the payloads have so many blocks each. They have no header."""

@@ -109,7 +109,7 @@ class Momentum(Compressor):
     Payload: that of `inner`; in the warm-up 4 bytes for each element.
 
     Memory: one more float32 tensor for each parameter, saved in state dicts. During a step, two, unless gradients hold
-    the errors of `inner`.
+    the errors of `inner`, or the average of the warm-up.
 
     Deterministic if `inner` is. Waits for a CUDA device when `inner` does, and with ``warmup_steps="auto"``, with which
     the ranks of a model that is sharded also exchange two numbers in each step.
@@ -329,8 +329,7 @@ class Momentum(Compressor):
         return not self.compresses_momentum(group.state) or self.inner.holds(group)
 
     def complete_error(self, group: Group, average: _Average) -> Routine:
-        if average.compressed:
-            yield from self.inner.complete_error(group, average.average)
+        return (self.inner if average.compressed else super()).complete_error(group, average.average)
 
     def commit_held(self, group: Group, average: _Average, number: Tensor) -> Routine:
         take: Any = self._follow

@@ -830,10 +830,10 @@ def test_a_step_of_low_rank_methods_takes_factors_alone(name, rank):
 
 @pytest.mark.parametrize("spec", ["block-float", "topk", "fft-range", "dct-range"])
 def test_error_feedback_takes_no_memory_in_a_step(spec):
-    """It takes what a step takes in which the rank's own error is thrown away."""
+    """It takes no more than a step in which the rank's own error is thrown away."""
     without = "owner" if spec == "block-float" else "False"
     found = memory.count(gradzip.parse(spec)).in_step
-    assert found == pytest.approx(memory.count(gradzip.parse(f"{spec}:error_feedback={without}")).in_step, abs=5e-3)
+    assert found <= memory.count(gradzip.parse(f"{spec}:error_feedback={without}")).in_step + 5e-3
 
 
 @pytest.mark.parametrize("spec", ["block-float", "topk", "signsgd", "onebit", "randomk", "powersgd", "acpsgd"])

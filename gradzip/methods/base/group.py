@@ -382,8 +382,7 @@ class Group:
             copies: whether the former values are still needed (`keep`).
         """
         state = self.state
-        warms_up = self.method.averaged_momentum is not None and not self.compressed_momentum
-        for field in self.planned(_overwritten_in_warm_up if warms_up else _overwritten):
+        for field in self.planned(_kept if self.compressed_momentum else _overwritten):
             value = getattr(state, field, None)
             if value is None:  # x + -0 has the bits of x
                 setattr(state, field, torch.full((self.numel,), -0.0, dtype=torch.float32, device=self.device))
@@ -464,14 +463,15 @@ class Group:
             self.culprits = [] if self.finite else [n for n, g in zip(self.names, gradients) if not ops.all_finite([g])]
 
 
-def _overwritten(group: Group) -> list[str]:
-    """The fields of the state that `commit_held` overwrites."""
+def _kept(group: Group) -> list[str]:
+    """The fields of the state with a number for each element."""
     return list(filter(group.state.is_zero_without, group.method.kept_fields))
 
 
-def _overwritten_in_warm_up(group: Group) -> list[str]:
-    """The same where uncompressed averages are followed: there is no error."""
-    return [field for field in _overwritten(group) if field != "residual"]
+def _overwritten(group: Group) -> list[str]:
+    """Those that `commit_held` overwrites, unless momenta are compressed: before that, there is no error of theirs."""
+    warms_up = group.method.averaged_momentum is not None
+    return [field for field in _kept(group) if not (warms_up and field == "residual")]
 
 
 def plan_groups(
