@@ -266,8 +266,8 @@ class Momentum(Compressor):
         parts = group.gradients if group.holds else group.parts
         mean = yield Mean(parts[0], in_place=True, tensors=parts if len(parts) > 1 else ())
         if group.may_hold:  # likewise m', which is at most 2^127 then
-            largest = ops.largest_magnitudes(group.gradients if group.holds else parts).mul_(2)
-            group.numbers.append(largest if decayed is None else largest.add_(decayed))
+            numbers = ops.largest_magnitudes(group.gradients if group.holds else parts).mul_(2)
+            group.numbers.append(numbers if decayed is None else numbers.add_(decayed))
         if group.holds:
             return _Average(None, previous, bound, compressed=False)
         largest, square = None, 0.0
@@ -329,7 +329,9 @@ class Momentum(Compressor):
         return not self.compresses_momentum(group.state) or self.inner.holds(group)
 
     def complete_error(self, group: Group, average: _Average) -> Routine:
-        return (self.inner if average.compressed else super()).complete_error(group, average.average)
+        if not average.compressed:
+            return super().complete_error(group, average)
+        return self.inner.complete_error(group, average.average)
 
     def commit_held(self, group: Group, average: _Average, number: Tensor) -> Routine:
         take: Any = self._follow

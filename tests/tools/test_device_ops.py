@@ -199,15 +199,16 @@ def saved_by_half(compressor, apart):
     more, unless a residual is added.
 
     Errors that float32 gradients hold are made in place, and an array counts once: 4 less. They are copied to the
-    gradients, 8, and averages to them, 8.
+    gradients, 8, and averages to them, 8. With 16 bits, errors are made again: 10 more, and with blocks, a payload, and
+    4 where gradients are copied to one piece of memory again.
     """
     if isinstance(compressor, gradzip.TernGrad):
         return 8 + 2 + 2 * (compressor.clip is not None)  # it looks for the largest magnitude first, and for the norm
     if not compressor.vectors:
-        return 4 if compressor.keeps_residual else 0
+        return 4 - 10 if compressor.keeps_residual else 0
     if compressor.keeps_residual:
-        steps = 12 / compressor.block  # of blocks, read, joined and read again: whether they are finite
-        return (20 if apart else 4) + steps
+        payload = compressor.bits / 8 + 4 / compressor.block
+        return (20 - 4 if apart else 4) - 10 - payload
     twice = isinstance(compressor, gradzip.QSGD)  # it looks for the largest magnitude first
     return (16 if apart else 8) + 2 * twice
 
