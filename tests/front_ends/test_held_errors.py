@@ -292,6 +292,27 @@ def test_a_large_momentum_fades(device):
     assert most == pytest.approx(1.6e38 * 0.9**2)
 
 
+def test_a_step_whose_average_is_0_does_not_count_for_the_warm_up(device):
+    jobs = [Job("momentum:inner=topk,warmup_steps=3", device, may_hold=may_hold) for may_hold in (True, False)]
+    for number in range(3):
+        for job in jobs:
+            job.start(number, lambda gradients, keep=number != 1: [x.mul_(keep) for x in gradients.values()])
+        assert equal(jobs[0].states(), jobs[1].states())
+    read_all()
+    assert [job.compressor.states["a.weight and 1 more"].unused for job in jobs] == [1, 1]
+    assert len(jobs[0].held) == 6 and not jobs[1].held
+
+
+def test_a_residual_of_an_earlier_phase_is_sent_in_the_warm_up(device):
+    """Also after a step that is skipped."""
+    spec = "phases:0=topk,2=momentum(inner=topk,warmup_steps=2)"
+    jobs = [Job(spec, device, may_hold=may_hold) for may_hold in (True, False)]
+    for number in range(5):
+        averages, expected = (job.start(number, broken if number == 2 else dict) for job in jobs)
+        assert number == 2 or equal(averages, expected)
+    assert len(jobs[0].held) == 10 and not jobs[1].held
+
+
 @pytest.mark.parametrize("spec", HELD)
 def test_the_default_dtype_does_not_matter(spec, device):
     found = []
