@@ -21,7 +21,7 @@ from benchmarks.device_ops.__main__ import ddp_steps, fake_group, future
 from benchmarks.device_ops.capture import methods
 from benchmarks.device_ops.stand_in import stand_in, zeros
 from gradzip.collectives import cost
-from gradzip.methods.base import gather
+from gradzip.methods.base import compressor as base
 
 PAGE = ROOT / "docs" / "methods.md"
 START = "<!-- table: python -m benchmarks.device_ops.memory --write -->\n\n"
@@ -48,38 +48,39 @@ class Memory(NamedTuple):
     of_states: float  # of what is kept, the tensors of states
 
 
-def count(compressor: gradzip.Compressor) -> Memory:
-    """Count the memory of a method, beyond parameters, gradients and DDP's buckets."""
+def count(compressor: gradzip.Compressor, dtype: torch.dtype = torch.float32) -> Memory:
+    """Count the memory of a method, beyond parameters, gradients and DDP's buckets, which have this type."""
+    own = dtype.itemsize * NUMEL
     with (
         fake_group(RANKS),
         mock.patch("gradzip.ddp.Future", future),
         mock.patch.object(device_ops, "BUCKET", 4 * SIDE * SIDE),
-        mock.patch.object(gather, "TOGETHER_NBYTES", 0),  # as for large models
-        mock.patch.object(cost, "ALONE_NBYTES", 4 * SIDE * SIDE),  # likewise
+        mock.patch.object(base, "TOGETHER_NBYTES", 0),  # as for large models
+        mock.patch.object(cost, "ALONE_NBYTES", dtype.itemsize * SIDE * SIDE),  # likewise
         stand_in(compute=False, small=1 << 16) as device,
     ):
         allocated = device.allocated()
-        run = ddp_steps(compressor, SHAPES, RANKS, device)
+        run = ddp_steps(compressor, SHAPES, RANKS, device, dtype)
         for _ in range(STEPS):  # buckets and gradients are those of the model in each step
-            gradients = {n: device.tensor(zeros(s)) for n, s in SHAPES.items()}
+            gradients = {n: device.tensor(zeros(s, dtype)) for n, s in SHAPES.items()}
             before = allocated.start()
             with device.counting() as counts:
                 run(gradients, counts)
-            most = allocated.peak - before - 4 * NUMEL  # without buckets
+            most = allocated.peak - before - own  # without buckets
             del gradients
         of_states = sum(part.memory.nbytes for part in compressor.parts)
-        return Memory((allocated.now - 4 * NUMEL) / NUMEL, most / NUMEL, of_states / NUMEL)  # without parameters
+        return Memory((allocated.now - own) / NUMEL, most / NUMEL, of_states / NUMEL)  # without parameters
 
 
 def rows(specs: Iterable[str]) -> Iterator[list[str]]:
     for spec in specs:
-        found = count(gradzip.parse(spec))
-        yield [f"`{spec}`", f"{found.kept:.2f}", f"{found.in_step:.1f}"]
+        found, half = count(gradzip.parse(spec)), count(gradzip.parse(spec), torch.bfloat16)
+        yield [f"`{spec}`", f"{found.kept:.2f}", f"{found.in_step:.1f}", f"{half.in_step:.1f}"]
 
 
 def blocks() -> Blocks:
     """The block of docs/methods.md."""
-    lines = markdown(["method", "kept", "in a step"], rows(specs()))
+    lines = markdown(["method", "kept", "in a step", "with bfloat16"], rows(specs()))
     return {(PAGE, START): "".join(f"{line}\n" for line in lines)}
 
 
@@ -91,8 +92,8 @@ def main() -> None:
     if args.write:
         replace_blocks(blocks())
         return
-    for spec, kept, in_step in rows(args.methods or specs()):
-        print(f"{spec:42} {kept:>6} bytes an element kept, {in_step:>5} in a step", flush=True)
+    for spec, kept, in_step, half in rows(args.methods or specs()):
+        print(f"{spec:42} {kept:>6} bytes an element kept, {in_step:>5} in a step, {half:>5} bfloat16", flush=True)
 
 
 if __name__ == "__main__":

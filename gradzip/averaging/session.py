@@ -415,8 +415,8 @@ class Session:
         skipped = not all(map(attrgetter("finite"), groups))
         if not skipped:
             skipped = not ops.all_finite([x for x in others if not x.is_cuda])
-        held = [group for group in groups if group.holds]
-        watched = [group for group in groups if not (group.holds or group.shows_averages)]
+        held = [group for group in groups if group.commits_late]
+        watched = [group for group in groups if not (group.commits_late or group.shows_averages)]
         late, averages = self._watch(watched, others)
         numbers = _largest(averages)
         for group in groups:
@@ -434,7 +434,10 @@ class Session:
             written: list[Tensor] = []
             for group in held:
                 if not group.shows_averages:
+                    first = len(late.names)
                     late.names += zip(group.names)
+                    if group.told_later is not None:
+                        late.tells.append((group, group.told_later, first, len(late.names)))
                     written += group.gradients
             if written:
                 magnitudes, number = _joined([magnitudes, *_largest(written)], False)
@@ -444,7 +447,7 @@ class Session:
         if not number.is_cuda:
             return not math.isfinite(number)
         filled = averages if fills else averages[: len(averages) - sum(x.is_cuda for x in others)]
-        filled += [x for group in groups if group.holds or group.shows_averages for x in group.gradients]
+        filled += [x for group in groups if group.commits_late or group.shows_averages for x in group.gradients]
         _restore(number, filled)
         verdict = Verdict(number, magnitudes)
         self._is_captured = verdict.is_captured

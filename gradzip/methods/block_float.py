@@ -93,7 +93,7 @@ class BlockFloat(ErrorFeedback):
 
     rounds = 2
     asymmetric = True
-    undone_on_device = True
+    undone_on_device = remakes = True
     reads_half = writes_half = True
 
     def __post_init__(self) -> None:
@@ -125,16 +125,11 @@ class BlockFloat(ErrorFeedback):
         return self.keeps_residual
 
     def reduce(self, group: Group) -> Routine:
-        vector, state = group.vector, group.state
-        key, (blocks, start, stop) = state.key(self.seed), self._partition(group)
+        state, key = group.state, group.state.key(self.seed)
+        blocks, start, stop = self._partition(group)
         like = torch.empty(0, dtype=torch.float32, device=group.device)
-        if self.keeps_residual and state.next_residual is None and not group.holds:
-            state.next_residual = state.renewed("residual", like, group.numel)
-        residual = state.residual if self.keeps_residual else None
-        error = vector if group.holds else state.next_residual
-        payload = self._encode(vector, key, blocks * group.size, error, residual)
+        payload = self._encode_own(group, key, blocks * group.size)
         group.release_parts()
-        del vector, error, residual
         if group.size > 1:
             nbytes = payload.numel() // group.size
             received = yield AllToAll(payload, (nbytes,) * group.size, same_length=True)
@@ -150,6 +145,7 @@ class BlockFloat(ErrorFeedback):
             payload = self._encode(partition, key._replace(name=f"{key.name}[owner]"), blocks, error)
             if self.error_feedback:
                 state.owner_residual, state.owner_ranges = partition, [(start, stop)]
+            del received, partition, former, error  # those of all buckets would live until all averages are gathered
         payloads = yield Gather(payload, same_length=True)
         self._check(payloads, blocks)
         if group.may_hold:  # a device has to know if averages are finite before they are decoded
@@ -171,10 +167,21 @@ class BlockFloat(ErrorFeedback):
     def own_ranges(self, group: Group) -> list[tuple[int, int]]:
         return [self._partition(group)[1:]] if self.error_feedback and group.size > 1 else []
 
-    def _encode(self, x: Tensor, key: Key, blocks: int, error: Tensor | None, residual: Tensor | None = None) -> Tensor:
-        """The payload of x + residual. error: memory for its error, which may be x."""
+    def _encode_own(self, group: Group, key: Key, blocks: int) -> Tensor:
+        """The payload of gradients plus residual, whose error is in the gradients' memory or the next residual then."""
+        state, vector = group.state, group.vector
+        if self.keeps_residual and state.next_residual is None and not group.holds:
+            like = torch.empty(0, dtype=torch.float32, device=group.device)
+            state.next_residual = state.renewed("residual", like, group.numel)
+        residual = state.residual if self.keeps_residual else None
+        error = vector if group.holds else state.next_residual
         bits = key.bits if self.rounding == "stochastic" else None
-        return groups.block_float_encode(x, self.bits, self.block, bits, blocks, residual, error)
+        return groups.block_float_encode(vector, self.bits, self.block, bits, blocks, residual, error)
+
+    def _encode(self, x: Tensor, key: Key, blocks: int, error: Tensor | None) -> Tensor:
+        """The payload of x. error: memory for its error, which may be x."""
+        bits = key.bits if self.rounding == "stochastic" else None
+        return groups.block_float_encode(x, self.bits, self.block, bits, blocks, None, error)
 
     def _check(self, payloads: Sequence[Tensor], blocks: int) -> None:
         """Raise PayloadError unless the payloads have so many blocks each. They have no header."""
@@ -184,6 +191,13 @@ class BlockFloat(ErrorFeedback):
                 f"BlockFloat: got payloads of {sorted(lengths)} bytes, expected {expected}: give every rank the same "
                 "arguments"
             )
+
+    def remake_error(self, group: Group) -> Routine:
+        state = group.state
+        yield from self.add_residual(group)
+        key = state.key(self.seed)._replace(step=state.step - 1)
+        self._encode_own(group, key, self._partition(group)[0] * group.size)
+        state.residual, state.next_residual = state.next_residual, None
 
     def max_abs_bound(self, average: _Average, limit: float) -> float:
         if average.max_abs <= limit:
@@ -203,4 +217,5 @@ class BlockFloat(ErrorFeedback):
             decoded = self.new_average(group.numel, group.device, group.dtype) if target is None else target
             groups.block_float_decode(average.payloads, 1, decoded, self.bits, self.block)
             group.write([decoded])
+            del target, decoded  # the next group needs its own memory
         return [None] * len(updates)

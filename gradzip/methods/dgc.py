@@ -13,8 +13,8 @@ from torch import Tensor
 from ..collectives.fusion import pieces
 from ..collectives.routines import Routine, jointly
 from ..ops import groups
-from .base.compressor import add_all, is_number
-from .base.gather import Undecoded, with_scratch
+from .base.compressor import add_all, is_number, with_scratch
+from .base.gather import Undecoded
 from .base.group import Group
 from .base.registry import register
 from .base.schedule import Theta, check_theta, theta_at
@@ -66,6 +66,7 @@ class DGC(SparseCodec):
 
     error_feedback = True
     fixed_nbytes = True
+    remakes = False
     loss_scaled: ClassVar = {**SparseCodec.loss_scaled, "velocity": 1, "average_velocity": 1}
     rank_local = (*SparseCodec.rank_local, "velocity")
 

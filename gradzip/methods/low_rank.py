@@ -18,6 +18,7 @@ from ..collectives.routines import Local, Routine
 from ..memory.state import Key
 from ..ops import groups
 from ..ops import tensors as ops
+from .base.compressor import with_scratch
 from .base.error_feedback import ErrorFeedback
 from .base.group import Group
 from .base.registry import register
@@ -52,7 +53,7 @@ class LowRank(ErrorFeedback):
     """
 
     vectors = False
-    undone_on_device = True
+    undone_on_device = remakes = True
 
     rank: int = 4
     error_feedback: bool = True
@@ -77,7 +78,7 @@ class LowRank(ErrorFeedback):
         return (rows + columns) * self.rank >= rows * columns
 
     def add_residual(self, group: Group) -> Routine:
-        if group.gradients[0].dtype == torch.float32:
+        if group.gradients[0].dtype == torch.float32 and not group.remakes:
             group.load_parts()  # `project` adds the residual
         else:
             yield from super().add_residual(group)
@@ -89,12 +90,20 @@ class LowRank(ErrorFeedback):
     def project(self, group: Group, factor: Tensor, transpose: bool = False, residual: Tensor | None = None) -> Local:
         """Local work: add the residual to the parts G, and return G @ factor (Gᵀ @ factor with `transpose`).
 
-        residual: not added to the parts of gradients of other types than float32, which have it.
+        residual: not added to the parts of gradients of other types than float32, or of a group that remakes its error:
+            they have it.
         """
-        if group.gradients[0].dtype != torch.float32:
+        if group.gradients[0].dtype != torch.float32 or group.remakes:
             residual = None
         projection = groups.Projection(group.planned(self.matrices), group.parts, residual, factor, transpose)
         return Local(groups.project, group.device, projection)
+
+    def project_again(self, group: Group, factor: Tensor, transpose: bool) -> Routine:
+        """Coroutine: `project`, with parts that are made again, and released."""
+        yield from self.add_residual(group)
+        result = yield self.project(group, factor, transpose)
+        group.release_parts()
+        return result
 
     def orthogonalized(self, group: Group, factor: Tensor, transpose: bool) -> Local:
         """Local work: make the columns of each Q, of each P with `transpose`, orthonormal, in place."""
@@ -121,7 +130,16 @@ class LowRank(ErrorFeedback):
         group.write(parts)
 
     def commit_held(self, group: Group, average: Factors, number: Tensor) -> Routine:
-        yield self._update(group, average, group.gradients, group.state.residual, number)
+        if group.holds:
+            yield self._update(group, average, group.gradients, group.state.residual, number)
+        else:
+            yield from with_scratch(self._update_again(group, average, number), 4 * group.numel)
+
+    def _update_again(self, group: Group, average: Factors, number: Tensor) -> Routine:
+        yield from self.add_residual(group)
+        yield self._update(group, average, group.parts, group.state.residual, number)
+        group.write(group.parts)
+        group.release_parts()
 
     def _update(
         self, group: Group, of: Factors, parts: Sequence[Tensor], residual: Tensor | None, number: Tensor | None = None
@@ -195,11 +213,11 @@ class LowRank(ErrorFeedback):
 
     def _show_averages(self, of: Sequence[Group], largest: Tensor) -> None:
         """Give groups on a device their numbers. largest: the largest magnitudes of the columns of all."""
-        # Not only if gradients hold errors, which may differ between ranks. 16-bit gradients overflow before.
+        # Not only if groups commit late, which may differ between ranks. float16 overflows before.
         if self.memory.checks and of[0].on_device:
             bounds = 2 * self.rank * _ORTHONORMAL * largest.view(-1)
             for group, own in zip(of, bounds.split_with_sizes([self.rank * len(group.names) for group in of])):
-                if group.gradients[0].dtype == torch.float32:
+                if group.gradients[0].dtype != torch.float16:
                     group.numbers.append(own)
                     group.shows_averages = group.method is self
 
@@ -257,9 +275,16 @@ class PowerSGD(LowRank):
         q = getattr(state, "q", None)
         if q is None or not self.warm_start:
             q = self.random_factor(group, transpose=False)
-        p = yield Mean((yield self.project(group, q, residual=state.residual)))
+        own = yield self.project(group, q, residual=state.residual)
+        if group.remakes:
+            group.release_parts()
+        p = yield Mean(own)
         yield self.orthogonalized(group, p, transpose=True)  # replaces columns that are not finite; Q shows them
-        q = yield Mean((yield self.project(group, p, transpose=True)))
+        if group.remakes:
+            own = yield from with_scratch(self.project_again(group, p, transpose=True), 4 * group.numel)
+        else:
+            own = yield self.project(group, p, transpose=True)
+        q = yield Mean(own)
         # Only the span of Q matters. Scaling keeps the magnitude of the next P that of the gradient, not its square.
         state.q, bound = yield from self.following(group, q, transpose=False, scaled=True)
         return Factors(p, q, p, q, bound, group.planned(self.matrices))
@@ -307,6 +332,8 @@ class ACPSGD(LowRank):
             fixed = self.random_factor(group, transpose)
             yield self.orthogonalized(group, fixed, transpose)
         own = yield self.project(group, fixed, transpose, state.residual)
+        if group.remakes:
+            group.release_parts()
         mean = yield Mean(own, keep=True)
         following, bound = yield from self.following(group, mean, not transpose, scaled=False)
         if self.reuse:  # orthogonalized here, where all matrices of a step take one call

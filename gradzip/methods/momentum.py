@@ -20,8 +20,7 @@ from ..memory.state_dict import check_method, in_line, is_count
 from ..ops import groups
 from ..ops import tensors as ops
 from .base.composite import Composite
-from .base.compressor import Compressor, add_all, is_number
-from .base.gather import with_scratch
+from .base.compressor import Compressor, add_all, is_number, with_scratch
 from .base.group import Group
 from .base.registry import register
 from .none import NoCompression
@@ -110,7 +109,7 @@ class Momentum(Compressor):
     Payload: that of `inner`; in the warm-up 4 bytes for each element.
 
     Memory: one more float32 tensor for each parameter, saved in state dicts. During a step, two, unless gradients hold
-    the errors of `inner`.
+    the errors of `inner`, or the average of the warm-up.
 
     Deterministic if `inner` is. Waits for a CUDA device when `inner` does, and with ``warmup_steps="auto"``, with which
     the ranks of a model that is sharded also exchange two numbers in each step.
@@ -241,7 +240,10 @@ class Momentum(Compressor):
         """Coroutine: what the rank offers, c. In the warm-up, the gradient and a residual that another method left."""
         state = group.state
         if not self.compresses_momentum(state):
-            yield from super().add_residual(group)
+            if not group.holds:
+                yield from super().add_residual(group)
+            elif state.residual is not None:  # gradients are averaged where they are
+                torch._foreach_add_(group.gradients, pieces(state.residual, group.shapes_of_parts))
             return
         if (momentum := getattr(state, "momentum", None)) is not None:
             group.load_parts()
@@ -254,12 +256,20 @@ class Momentum(Compressor):
         if previous is not None and self.looks(group):
             bound = state.momentum_bound if hasattr(state, "momentum_bound") else ops.abs_max(previous)
         # A device has to know if m' - beta m is finite before it is written.
+        decayed = None
         if previous is not None and group.may_hold:
-            group.numbers.append((yield Local(self._decayed_max_abs, group.device, previous)))
+            decayed = yield Local(self._decayed_max_abs, group.device, previous)
         if self.compresses_momentum(state):
+            if decayed is not None:
+                group.numbers.append(decayed)
             return _Average((yield from self.inner.reduce(group)), previous, bound, compressed=True)
-        parts = group.parts
+        parts = group.gradients if group.holds else group.parts
         mean = yield Mean(parts[0], in_place=True, tensors=parts if len(parts) > 1 else ())
+        if group.may_hold:  # likewise m', which is at most 2^127 then
+            numbers = ops.largest_magnitudes(group.gradients if group.holds else parts).mul_(2)
+            group.numbers.append(numbers if decayed is None else numbers.add_(decayed))
+        if group.holds:
+            return _Average(None, previous, bound, compressed=False)
         largest, square = None, 0.0
         if self._is_auto:
             numbers = yield from jointly(_max_abs_and_norms, group.device, mean)
@@ -305,7 +315,7 @@ class Momentum(Compressor):
             if self._is_auto and (self.averages_pieces or not average.is_zero):
                 self._learn(state, average.square)
             if group.on_device:
-                group.told_later = functools.partial(self._count_unused, state)
+                self._count_unused_later(group)
                 group.numbers.append(ops.largest_magnitudes([momentum]))  # it may overflow where its gradient does not
             else:
                 self._count_unused(state, 0.0 if average.is_zero else 1.0)
@@ -315,15 +325,31 @@ class Momentum(Compressor):
             state.momentum_bound = average.bound
 
     def holds(self, group: Group) -> bool:
-        return self.compresses_momentum(group.state) and self.inner.holds(group)
+        """In the warm-up, gradients hold their average, which the momentum follows."""
+        return not self.compresses_momentum(group.state) or self.inner.holds(group)
 
     def complete_error(self, group: Group, average: _Average) -> Routine:
+        if not average.compressed:
+            return super().complete_error(group, average)
         return self.inner.complete_error(group, average.average)
 
     def commit_held(self, group: Group, average: _Average, number: Tensor) -> Routine:
-        yield from self.inner.commit_held(group, average.average, number)  # gradients are m' then
+        take: Any = self._follow
+        if average.compressed:
+            yield from self.inner.commit_held(group, average.average, number)  # gradients are m' then
+            take = self._take_momenta
+        else:
+            group.state.residual = None  # it was sent
+            self._count_unused_later(group)
         vars(group.state).pop("momentum_bound", None)
-        yield from with_scratch(jointly(self._take_momenta, group.device, (group, number)), 4 * group.numel)
+        yield from with_scratch(jointly(take, group.device, (group, number)), 4 * group.numel)
+
+    def _follow(self, of: list[tuple[Group, Tensor]]) -> list[None]:
+        """Have momenta become beta m + g', for the average g' that gradients are, if a number is finite."""
+        gradients = [gradient for group, _ in of for gradient in group.gradients]
+        momenta = [m for group, _ in of for m in pieces(group.state.momentum, group.shapes_of_parts)]
+        groups.take_errors([(of[0][1], momenta, torch._foreach_add(gradients, momenta, alpha=self.beta))])
+        return [None] * len(of)
 
     def _take_momenta(self, of: list[tuple[Group, Tensor]]) -> list[None]:
         """Have momenta take m', which gradients are, if a number is finite. Gradients become m' - beta m."""
@@ -333,6 +359,9 @@ class Momentum(Compressor):
         groups.take_errors([(of[0][1], momenta, gradients)])
         torch._foreach_copy_(gradients, averages)
         return [None] * len(of)
+
+    def _count_unused_later(self, group: Group) -> None:
+        group.told_later = functools.partial(self._count_unused, group.state)
 
     def _count_unused(self, state: State, largest: float) -> None:
         """Count a step of the warm-up if its average is 0. largest: its largest magnitude."""

@@ -13,9 +13,8 @@ from torch import Tensor
 from ..collectives import Mean
 from ..collectives.routines import Local, Routine
 from ..ops import tensors as ops
-from .base.compressor import INDEXED_NUMEL, Average
+from .base.compressor import INDEXED_NUMEL, Average, with_scratch
 from .base.error_feedback import ErrorFeedback
-from .base.gather import with_scratch
 from .base.group import Group
 from .base.registry import register
 from .base.schedule import Theta, check_theta, theta_at
@@ -58,7 +57,7 @@ class RandomK(ErrorFeedback):
     """
 
     max_numel = INDEXED_NUMEL
-    undone_on_device = True
+    undone_on_device = remakes = True
 
     theta: Theta = 0.99
     error_feedback: bool = True
@@ -90,7 +89,7 @@ class RandomK(ErrorFeedback):
         values = torch.where(finite, group.vector.index_select(0, indices).float(), math.nan)
         if group.holds:
             self.subtract_transmitted([group])
-        if group.holds or not self.keeps_residual:
+        if group.commits_late or not self.keeps_residual:
             group.release_parts()
         values = yield Mean(values)
         if not self.error_feedback:

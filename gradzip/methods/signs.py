@@ -105,13 +105,13 @@ class SignSGD(ErrorFeedback, ListCodec):
         return vote.scales.abs().max().item()
 
     def complete_error(self, group: Group, average: Undecoded) -> Routine:
-        if self.majority and len(average) > 1:
-            coded = CodedSum(group.errors, average, 1.0)
+        if self.majority and len(average) > 1 and not group.state.scattered:
+            coded = CodedSum(group.gradients, average, 1.0)
             group.state.vote = yield Local(self._count_all, group.device, coded)  # until `decode_all`
         yield from super().complete_error(group, average)
 
     def subtract_transmitted(self, of: Sequence[Group]) -> None:
-        votes = [(g, vars(g.state).get("vote") if g.holds else vars(g.state).pop("vote", None)) for g in of]
+        votes = [(g, vars(g.state).get("vote") if g.commits_late else vars(g.state).pop("vote", None)) for g in of]
         if unvoted := [group for group, vote in votes if vote is None]:
             super().subtract_transmitted(unvoted)
         if voted := [(group.errors, vote) for group, vote in votes if vote]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...collectives import ToHost
 from ...collectives.fusion import pieces
 from ...collectives.node_chunks import NodeChunks
-from ...collectives.routines import Local, Routine, jointly
+from ...collectives.routines import Local, Routine, at_once, jointly
 from ...collectives.traffic import Traffic
 from ...memory.memory import LossScale, Memory
 from ...memory.names import original
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 
 # Elements that kernels can number: indices have 32 bits, and a device has room for 2^28 bytes of them, with a header.
 INDEXED_NUMEL = 2**31 - 2**8
+# Scratch memory of the end of a step, as of averages that are not decoded where gradients are: groups with so many
+# bytes of it take it in one call; larger ones one after the other, so that they share memory. A model has eight groups
+# or so.
+TOGETHER_NBYTES = 1 << 25
 _DIGEST = "_digest"  # attribute of a compressor: its hyper-parameters, and their digest
 
 
@@ -135,6 +139,10 @@ class Compressor(ABC):
     # Whether a step can be undone by restoring the elements of the state's tensors. If so, the host does not wait for a
     # device to know whether averages are finite.
     undone_on_device = False
+
+    # Whether the error of a group that keeps a residual can be made again when a device knows if the step is skipped,
+    # of gradients and a residual that have stayed as they were (`remake_error`).
+    remakes = False
 
     # Whether the number of collectives depends on the gradients' values, besides their shape and the step.
     adapts = False
@@ -238,8 +246,9 @@ class Compressor(ABC):
         """Whether the error of a group on a device can be held in the gradients' memory in this step (`Group.holds`).
 
         If so, `reduce` or `complete_error` turns `group.parts` into it in place, and the residual takes it before
-        `commit`. Or they leave there what `commit_held` computes it from. `reduce` adds to `Group.numbers` those that
-        tell whether it is finite.
+        `commit`. Or they leave there what `commit_held` computes it from. If not, and the method `remakes` it, `reduce`
+        calls `Group.release_parts` once they are encoded. It adds to `Group.numbers` those that tell whether the step
+        is to be skipped.
         """
         return False
 
@@ -283,7 +292,10 @@ class Compressor(ABC):
         return float(average.max_abs)
 
     def complete_error(self, group: Group, average: Any) -> Routine:
-        """Coroutine: complete the error that the gradients hold. The average is not decoded yet."""
+        """Coroutine: complete the error that the gradients hold. The average is not decoded yet.
+
+        Called for all groups that commit late.
+        """
         yield from ()
 
     def commit(self, group: Group, average: Any) -> Routine:
@@ -294,18 +306,39 @@ class Compressor(ABC):
         return jointly(self.apply_averages, group.device, (group, average))
 
     def commit_held(self, group: Group, average: Any, number: Tensor) -> Routine:
-        """Coroutine, without collectives: have the residual take the error that gradients hold; write the average.
+        """Coroutine, without collectives: have the residual take the error; write the average.
 
         number: float32 of 1 element, on the device: not finite if the residual must stay as it is.
         """
         assert group.state.residual is not None
-        residuals = pieces(group.state.residual, group.shapes_of_parts)
-        yield Local(groups.take_errors, group.device, (number, residuals, group.gradients))
+        if group.holds:
+            residuals = pieces(group.state.residual, group.shapes_of_parts)
+            yield Local(groups.take_errors, group.device, (number, residuals, group.gradients))
+        else:
+            yield from with_scratch(self._take_remade(group, number), 4 * group.numel)
         yield from self.commit(group, average)
+
+    def _take_remade(self, group: Group, number: Tensor) -> Routine:
+        state = group.state
+        residual = state.residual
+        assert residual is not None
+        yield from self.remake_error(group)
+        yield Local(groups.take_errors, group.device, (number, [residual], [state.residual]))
+        group.parts, state.residual = [], residual
+
+    def remake_error(self, group: Group) -> Routine:
+        """Coroutine: make the error of the step again, in memory of its own, as the residual.
+
+        By the operations that a group has which does not commit late. `State.step` is that of the next step already.
+        """
+        state = group.state
+        yield from self.add_residual(group)
+        state.residual, state.next_residual = state.next_residual, None
+        yield Local(self._subtract_each, group.device, group)
 
     def apply_averages(self, updates: list[tuple[Group, Average]]) -> list[None]:
         """`commit` for several groups."""
-        keeping = [group for group, _ in updates if self.error_feedback and not group.holds]
+        keeping = [group for group, _ in updates if self.error_feedback and not group.commits_late]
         if keeping:
             self.store_residuals(keeping)
         copy_all([pair for group, average in updates for pair in group.copies(average.parts)])
@@ -363,7 +396,7 @@ class Compressor(ABC):
         copies: list[tuple[Tensor, Tensor]] = []
         for group in groups:
             state = group.state
-            if group.holds:
+            if group.commits_late:
                 continue
             if state.next_residual is None:
                 state.residual = state.renewed("residual", group.parts[0], group.numel)
@@ -371,6 +404,10 @@ class Compressor(ABC):
             else:
                 state.residual = state.next_residual
         copy_all(copies)
+
+    def _subtract_each(self, groups: list[Group]) -> list[None]:
+        self.subtract_transmitted(groups)
+        return [None] * len(groups)
 
     def subtract_transmitted(self, groups: Sequence[Group]) -> None:
         """Subtract what peers decode of this rank's groups from what becomes the residuals (`Group.errors`)."""
@@ -662,6 +699,16 @@ def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     if pairs:
         targets, sources = map(list, zip(*pairs))
         torch._foreach_copy_(targets, sources)
+
+
+def with_scratch(work: Routine, nbytes: int) -> Routine:
+    """Coroutine: local work that needs so many bytes of a device: not jointly with that of others if it needs many."""
+    return work if nbytes <= TOGETHER_NBYTES else _by_itself(work)
+
+
+def _by_itself(work: Routine) -> Routine:
+    yield from ()
+    return at_once(work)
 
 
 def add_all(sums: list[tuple[list[Tensor], list[Tensor]]], alpha: float) -> list[None]:

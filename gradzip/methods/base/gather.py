@@ -20,17 +20,12 @@ from ...collectives.routines import Local, Routine, at_once, jointly
 from ...memory.state import Key, State
 from ...ops import groups as kernels
 from ...ops import tensors as ops
-from .compressor import Average, Compressor
+from .compressor import Average, Compressor, with_scratch
 from .group import Group, Inspected
 
 # The network that exchange="auto" assumes: 1 Gb/s, a latency of 50 us, and half a millisecond to start one more
 # collective and wait for it after the backward pass. It is not measured, because all ranks must decide alike.
 NOMINAL_BANDWIDTH, NOMINAL_LATENCY, NOMINAL_OPERATION = 1.25e8, 5e-5, 5e-4
-
-# Scratch memory of the end of a step, as of averages that are not decoded where gradients are: groups with so many
-# bytes of it take it in one call; larger ones one after the other, so that they share memory. A model has eight groups
-# or so.
-TOGETHER_NBYTES = 1 << 25
 
 Decoded = TypeVar("Decoded")
 
@@ -47,7 +42,7 @@ class CodedSum(NamedTuple):
 class Undecoded(list[ops.Payload]):
     """The payloads of an average that is decoded where it is written: a device tells later if it is finite.
 
-    There are none if it is known not to be.
+    They are of all ranks, or of all partitions if these are exchanged. There are none if it is known not to be.
     """
 
 
@@ -95,6 +90,8 @@ class GatherCompressor(Compressor):
 
     # Not in the digest: payloads do not depend on it.
     exchange: str = field(default="gather", kw_only=True, metadata={"digest": False})
+
+    remakes = True
 
     # Whether payloads on a device have lengths that follow from the gradients' shapes and the step. Ranks need not
     # exchange lengths then.
@@ -194,10 +191,10 @@ class GatherCompressor(Compressor):
     def combine(self, payloads: Sequence[ops.Payload], group: Group) -> Routine:
         """Coroutine: the average of the payloads of all ranks, for `reduce` to return."""
         if group.on_device:
-            if all_finite(payloads):
-                return Undecoded(payloads)
-            group.numbers.append(torch.full((1,), math.nan, device=group.device))  # the host has read that
-            return Undecoded()
+            finite = all_finite(payloads)
+            if not finite or (group.commits_late and not group.numbers):  # the host has read it
+                group.numbers.append(torch.full((1,), 0.0 if finite else math.nan, device=group.device))
+            return Undecoded(payloads if finite else ())
         flat = self.new_average(group.numel, group.device)
         outs = group.pieces(flat)
         if not all_finite(payloads):
@@ -207,7 +204,7 @@ class GatherCompressor(Compressor):
         return (yield from self.with_max_abs(group, flat, bound))
 
     def complete_error(self, group: Group, average: Undecoded) -> Routine:
-        if not self.vectors:
+        if group.holds and not self.vectors:
             yield Local(self._subtract_each, group.device, group)
 
     def commit(self, group: Group, average: Average | Undecoded) -> Routine:
@@ -216,14 +213,17 @@ class GatherCompressor(Compressor):
             return
         if not average:
             return
-        keeps = self.error_feedback and not group.holds
+        keeps = self.error_feedback and not group.commits_late
         if keeps:
             yield Local(self._store_each, group.device, group)
         outs, flat = group.outs, None
         if outs is None:
             flat = self.new_average(group.numel, group.device, group.dtype)
             outs = group.pieces(flat)
-        decoding = self.decode_all(average, outs, group.state)
+        if group.state.scattered:
+            decoding = self._decode_partitions(average, group, outs)
+        else:
+            decoding = self.decode_all(average, outs, group.state)
         yield from (decoding if flat is None else with_scratch(decoding, flat.nbytes))
         if flat is not None:
             group.write(outs)
@@ -233,10 +233,6 @@ class GatherCompressor(Compressor):
 
     def _store_each(self, groups: list[Group]) -> list[None]:
         self.store_residuals(groups)
-        return [None] * len(groups)
-
-    def _subtract_each(self, groups: list[Group]) -> list[None]:
-        self.subtract_transmitted(groups)
         return [None] * len(groups)
 
     def _sum_each(self, sums: list[CodedSum]) -> list[None]:
@@ -361,7 +357,7 @@ class GatherCompressor(Compressor):
                 state.payload = [(own[0], None)]
                 yield Local(self._subtract_each, group.device, group)
                 group.release_parts()
-            elif not self.keeps_residual:
+            elif group.remakes or not self.keeps_residual:
                 group.release_parts()
             payloads = yield self.gather(payload, group.numel)
             contents = [(content, len(earlier) + group.size)]
@@ -393,15 +389,17 @@ class GatherCompressor(Compressor):
             return True
         return scatter_pays(getattr(group.state, "payload_nbytes", 0), group.size)
 
-    def partitions(self, group: Group) -> list[list[Piece]]:
+    def partitions(self, group: Group, parts: Sequence[Tensor] = ()) -> list[list[Piece]]:
         """For each rank, the piece of each part that it owns.
 
         Partitions have whole rows of a part, unless it has fewer rows than there are ranks. They differ by one row of
-        each part at most: the longer ones come first. Before the parts are made, the pieces have no data.
+        each part at most: the longer ones come first.
+
+        parts: contiguous, of the shapes of the group's; default: these. If they are not made, the pieces have no data.
         """
         found: list[list[Piece]] = [[] for _ in range(group.size)]
         start = 0
-        for part in group.parts or group.planned(_unmade_parts):
+        for part in parts or group.parts or group.planned(_unmade_parts):
             row = part.shape[1:] if part.shape[0] >= group.size and part.shape[1:].numel() > 1 else torch.Size()
             rows = part.reshape(-1, *row)
             edges = [0, *itertools.accumulate(map(len, rows.tensor_split(group.size)))]
@@ -435,6 +433,9 @@ class GatherCompressor(Compressor):
         ]
         lists = [[piece.view for piece in partition] for partition in partitions]
         payloads = self.encode_lists(lists, [content.key for content in contents])
+        if group.remakes:
+            group.release_parts()
+            partitions, lists = self.partitions(group), []
         nbytes, most = list(map(Tensor.numel, payloads)), max(content.numel for content in contents)
         known, longest, limit = self._knows_lengths(payloads[0]), max(nbytes), most_nbytes(most)
         if known:  # partitions differ by a row of each part at most: all are sent with the longest one's bytes
@@ -448,6 +449,7 @@ class GatherCompressor(Compressor):
         mine = partitions[group.rank]
         shapes = [piece.view.shape for piece in mine]
         average = torch.cat([part.reshape(-1) for part in self._decoded(from_ranks, shapes)])
+        del received, opened, from_ranks
         if group.on_device and self.fixed_nbytes:  # all ranks see in the average if a payload was not sound
             sound = group.numbers[-1][: group.size].amax().view(1)
             kernels.restore_unless_finite(sound, [average], [None], math.nan)
@@ -460,15 +462,22 @@ class GatherCompressor(Compressor):
             payloads = [payload[:n] for payload, n in zip(payloads, nbytes)]
         of_owners = [(content._replace(key=owner), 1) for content in contents]
         opened = yield from self.opened(payloads, of_owners, group)
+        if self.error_feedback and all_finite(opened):
+            self._sum_all([CodedSum(pieces(average, shapes), [opened[group.rank]], -1.0, add=True)])
+            state.owner_residual, state.owner_ranges = average, [piece[:2] for piece in mine]
+        if group.on_device:
+            return (yield from self.combine(opened, group))
         flat = torch.empty(group.numel, dtype=torch.float32, device=group.device)
         if not all_finite(opened):
             return Average(group.pieces(flat.fill_(math.nan)), math.nan)
-        self._sum_all([CodedSum(_views(flat, of), [payload], 1.0) for payload, of in zip(opened, partitions)])
-        if self.error_feedback:
-            decoded = torch.cat([part.view(-1) for part in _views(flat, mine)])
-            residual = torch.sub(average, decoded, out=state.renewed("owner_residual", average))
-            state.owner_residual, state.owner_ranges = residual, [piece[:2] for piece in mine]
+        yield from self._decode_partitions(opened, group, group.pieces(flat))
         return (yield from self.with_max_abs(group, flat))
+
+    def _decode_partitions(self, payloads: Sequence[ops.Payload], group: Group, outs: Sequence[Tensor]) -> Routine:
+        """Coroutine: `decode_all` for payloads of partitions, in rank order."""
+        yield from ()
+        views = [[piece.view for piece in partition] for partition in self.partitions(group, outs)]
+        self._sum_all([CodedSum(of_rank, [payload], 1.0) for of_rank, payload in zip(views, payloads)])
 
     # --- error feedback
 
@@ -503,7 +512,7 @@ def _filled_up(payloads: Sequence[Tensor], nbytes: int) -> Tensor:
 
 def _unmade_parts(group: Group) -> list[Tensor]:
     """The parts of a group without data."""
-    return group.pieces(torch.empty(group.numel, device="meta"))
+    return group.pieces(torch.empty(1, device="cpu").expand(group.numel))
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -515,16 +524,6 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         if start < stop:
             found.append((start, stop))
     return found
-
-
-def with_scratch(work: Routine, nbytes: int) -> Routine:
-    """Coroutine: local work that needs so many bytes of a device: not jointly with that of others if it needs many."""
-    return work if nbytes <= TOGETHER_NBYTES else _by_itself(work)
-
-
-def _by_itself(work: Routine) -> Routine:
-    yield from ()
-    at_once(work)
 
 
 def all_finite(payloads: Sequence[ops.Payload]) -> bool:

@@ -25,6 +25,9 @@ from .compressor import Compressor, copy_all
 # 10 for each 64 elements, fit the slack of a payload on a device (2^28 bytes).
 MOST_NUMEL = 1 << 30
 
+# Types in which an average is finite if its magnitudes in float32 are below 2^127: that is known before it is decoded.
+_WIDE = (torch.float32, torch.bfloat16)
+
 Planned = TypeVar("Planned")
 
 
@@ -69,11 +72,13 @@ class Group:
         rank, size: of this rank among those that the method averages over.
 
         on_device: whether the host does not wait in the step to know if the averages are finite (`Verdict`).
-        may_hold: whether a rank's gradients may hold its error. The same on all ranks, as are the numbers that decide
-            whether the step is skipped.
-        holds: whether the gradients' memory holds the error of the step, or what it is computed from, until the device
-            knows that. There is no memory for a second residual then, and a step that fails has not touched the first.
-        undecoded: the average of a group that holds its error, until `commit_held`.
+        may_hold: whether a rank may commit late. The same on all ranks, as are the numbers that decide whether the step
+            is skipped.
+        commits_late: whether the residual stays as it is until the device knows that (`commit_held`). There is no
+            memory for a second one then, and a step that fails has not touched the first.
+        holds: whether, until then, the gradients' memory holds the error of the step, or what it is computed from.
+        remakes: whether, until then, gradients stay as they are, too: the error is made again of both.
+        undecoded: the average of a group that commits late, until then.
         numbers: on a device, vectors of numbers that are not finite if the step is to be skipped, besides the averages.
         shows_averages: whether `numbers` are equally many for each gradient, in order, and not finite if its average is
             not. Averages are not looked at then.
@@ -114,7 +119,8 @@ class Group:
         self.parts: list[Tensor] = []
         self.rank, self.size = 0, 1
         self.discards = False
-        self.on_device = self.may_hold = self.holds = self.shows_averages = False
+        self.on_device = self.may_hold = self.shows_averages = False
+        self.commits_late = self.holds = self.remakes = False
         self.undecoded: Any = None
         self.numbers: list[Tensor] = []
         self.inspected: list[Inspected] = []
@@ -215,7 +221,7 @@ class Group:
                 must not be conjugate views.
             rank, size: this rank's number and the world size.
             discards: as the attribute. Call `end_step` as for a step that is skipped.
-            may_hold: whether `commit_held` is called if the group holds its error: averages are written there.
+            may_hold: whether `commit_held` is called if the group commits late: averages are written there.
         """
         if gradients[0].is_complex():
             gradients = list(map(as_real, gradients))
@@ -229,7 +235,7 @@ class Group:
         self.device = gradients[0].device
         self.on_device = gradients[0].is_cuda and self.node_chunks is None and self.method.undone_on_device
         self.numbers, self.inspected, self.told_later = [], [], None
-        self.may_hold = self.holds = self.shows_averages = False
+        self.may_hold = self.commits_late = self.holds = self.remakes = self.shows_averages = False
         self.undecoded = None
         self.finite, self.culprits = True, []
         if self.node_chunks is not None:
@@ -313,9 +319,14 @@ class Group:
         try:
             self.gradients, self.parts = own, []
             self._target = adjacent(own) if method.vectors else None
-            self.may_hold = may_hold and own[0].dtype == torch.float32 and method.holds(self)
-            unwatched = self._compressor.monitor is None
-            self.holds = self.may_hold and unwatched and all(map(Tensor.is_contiguous, own))
+            if may_hold:
+                held = own[0].dtype == torch.float32 and method.holds(self)
+                remade = method.remakes and method.keeps_residual and own[0].dtype in _WIDE
+                self.may_hold = held or remade
+                if self.may_hold and self._compressor.monitor is None:
+                    self.holds = held and all(map(Tensor.is_contiguous, own))
+                    self.remakes = remade and not self.holds
+                    self.commits_late = self.holds or self.remakes
             yield from method.add_residual(self)
             average = yield from (method.reduce(self) if self.node_chunks is None else among_peers(method.reduce(self)))
             # All ranks see the same average, so all commit or all undo. Limit of the gradient's own type: a finite
@@ -324,14 +335,15 @@ class Group:
             finite = self.on_device or method.max_abs_bound(average, limit) <= limit
             if finite:
                 state.step += 1
-                if self.holds:
+                if self.commits_late:
                     yield from method.complete_error(self, average)
                     self.undecoded = average
                 else:
                     yield from method.commit(self, average)
                     if method.residual_decay != 1:
                         yield from method.decay_residuals(self)
-                state.payload = state.next_residual = None
+                    state.payload = None
+                state.next_residual = None
                 if not method.keeps_residual:
                     state.residual = None  # of the method that was in charge before: it is sent now
             if self.node_chunks is not None:
@@ -370,15 +382,16 @@ class Group:
             copies: whether the former values are still needed (`keep`).
         """
         state = self.state
-        for field in self.planned(_overwritten):
+        for field in self.planned(_kept if self.compressed_momentum else _overwritten):
             value = getattr(state, field, None)
-            if value is None:
-                setattr(state, field, torch.zeros(self.numel, dtype=torch.float32, device=self.device))
+            if value is None:  # x + -0 has the bits of x
+                setattr(state, field, torch.full((self.numel,), -0.0, dtype=torch.float32, device=self.device))
             elif copies:
                 setattr(state, field, value.clone())
         average, self.undecoded = self.undecoded, None
         number = number.to(self.device, non_blocking=True)
         yield from self.method.commit_held(self, average, number)
+        state.payload = None
         if self.method.residual_decay != 1:
             yield from self.method.decay_residuals(self, number)
 
@@ -425,6 +438,8 @@ class Group:
             self.write(self.parts)
         if self.on_device:
             self.parts = []
+        if self.remakes:
+            self.state.next_residual = None
 
     def _uncompressed(self) -> Routine:
         method, memory, gradients = self.method, self.method.memory, self.gradients
@@ -448,9 +463,15 @@ class Group:
             self.culprits = [] if self.finite else [n for n, g in zip(self.names, gradients) if not ops.all_finite([g])]
 
 
-def _overwritten(group: Group) -> list[str]:
-    """The fields of the state that `commit_held` overwrites."""
+def _kept(group: Group) -> list[str]:
+    """The fields of the state with a number for each element."""
     return list(filter(group.state.is_zero_without, group.method.kept_fields))
+
+
+def _overwritten(group: Group) -> list[str]:
+    """Those that `commit_held` overwrites, unless momenta are compressed: before that, there is no error of theirs."""
+    warms_up = group.method.averaged_momentum is not None
+    return [field for field in _kept(group) if not (warms_up and field == "residual")]
 
 
 def plan_groups(
