@@ -64,11 +64,12 @@ class Work(NamedTuple):
 # By source, as kernels of other sources need not be compiled.
 WORK: Mapping[str, Mapping[str, Work]] = {
     # A bitmap with 15 % of the bits set, as that of FFTRange: two low bits. Of the words of a segment, the one with
-    # most has 10 set bits, of those of its stream 10 codes (means of random ones). Codes are found in two rounds.
+    # most has 10 set bits, of those of its stream 10 codes (means of random ones). Codes are found in two rounds, of
+    # the four in a trip.
     "bitmap_code": {
         "bitmap_plan_kernel": Work(32, "bit", {2: 2, 3: 2, 4: 3}),
         "bitmap_write_kernel": Work(32, "bit", {2: 2, 3: 3, 4: 10}),
-        "bitmap_read_kernel": Work(32, "bit", {2: 2, 3: 10, 5: 10}),
+        "bitmap_read_kernel": Work(32, "bit", {3: 10, 5: 10}),
     },
     # 61 of 4096 random elements: 70 candidates, of which a thread compares one with all, 16 in a trip. The thread of a
     # warp with most has two of the elements. Not counted: the search where more than 256 candidates are left.

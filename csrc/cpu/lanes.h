@@ -14,30 +14,17 @@
 
 namespace gradzip::cpu {
 
-typedef float Floats __attribute__((vector_size(64)));
 typedef double Doubles __attribute__((vector_size(64)));
 constexpr int64_t kFloats = 16, kDoubles = 8;
 
-GZ_INLINE Floats load(const float* x) {
-  Floats v;
-  std::memcpy(&v, x, sizeof v);
-  return v;
-}
 GZ_INLINE Doubles load(const double* x) {
   Doubles v;
   std::memcpy(&v, x, sizeof v);
   return v;
 }
-GZ_INLINE void store(float* x, const Floats& v) { std::memcpy(x, &v, sizeof v); }
 GZ_INLINE void store(double* x, const Doubles& v) { std::memcpy(x, &v, sizeof v); }
 
 // The sum of the lanes, by halves.
-GZ_INLINE float sum(const Floats& v) {
-  float s[8];
-  for (int i = 0; i < 8; ++i) s[i] = v[i] + v[i + 8];
-  for (int i = 0; i < 4; ++i) s[i] += s[i + 4];
-  return (s[0] + s[2]) + (s[1] + s[3]);
-}
 GZ_INLINE double sum(const Doubles& v) {
   const double a = v[0] + v[4], b = v[1] + v[5], c = v[2] + v[6], d = v[3] + v[7];
   return (a + c) + (b + d);

@@ -208,24 +208,25 @@ GZ_INLINE void add_products(const float* x, int64_t across, int64_t depth, const
 // sums = x q for R rows. Lanes hold parts of a row's sum, not rows: reading bounds it, not a chain of sums for each row.
 template <int kBytes, int R>
 GZ_INLINE void project_row_group(const Operand& x, int64_t row, const float* q, float* sums) {
-  Vector<float, kBytes> total[R][kFloats / VectorOf<float, kBytes>::lanes] = {};
+  constexpr int64_t kLanes = VectorOf<float, kBytes>::lanes;
+  Vector<float, kBytes> total[R][kFloats / kLanes] = {};
   for (int64_t begin = 0; begin < x.columns; begin += kBlock) {
     const int64_t end = begin + kBlock < x.columns ? begin + kBlock : x.columns;
     for (int r = 0; r < R; ++r) x.read(row + r, begin, end);
     add_products<kBytes>(x.row(row) + begin, x.columns, (end - begin) / kFloats * kFloats, q + begin, total);
   }
-  if (const int64_t rest = x.columns % kFloats) {  // by way of whole lanes
-    const size_t nbytes = size_t(rest) * sizeof(float);
-    float last[R][kFloats] = {}, factor[kFloats] = {};
-    for (int r = 0; r < R; ++r) std::memcpy(last[r], x.row(row + r) + x.columns - rest, nbytes);
-    std::memcpy(factor, q + x.columns - rest, nbytes);
-    add_products<kBytes>(last[0], kFloats, kFloats, factor, total);
+  if (const int64_t rest = x.columns % kFloats) {
+    const int64_t at = x.columns - rest;
+#pragma GCC unroll 4
+    for (int64_t lane = 0; lane < kFloats; lane += kLanes) {
+      const auto factor = load_first<kBytes>(q + at + lane, rest - lane);
+      for (int r = 0; r < R; ++r) {
+        const auto from = load_first<kBytes>(x.row(row + r) + at + lane, rest - lane);
+        total[r][lane / kLanes] += fused<kBytes>(from, factor, Vector<float, kBytes>{});
+      }
+    }
   }
-  for (int r = 0; r < R; ++r) {
-    Floats lanes;
-    std::memcpy(&lanes, total[r], sizeof lanes);
-    sums[r] = sum(lanes);
-  }
+  for (int r = 0; r < R; ++r) sums[r] = sum<kBytes>(total[r]);
 }
 
 // sums = x q for rows [first, last).

@@ -16,11 +16,37 @@
 namespace gradzip::cpu {
 namespace {
 
-GZ_INLINE void natural_codes_body(const float* x, const uint32_t* random, int n, uint32_t* codes) {
-  for (int i = 0; i < n; ++i) codes[i] = natural_code(x[i], random[i]);
+GZ_INLINE void natural_codes_body(const float* x, const uint32_t* random, int n, uint16_t* codes) {
+  for (int i = 0; i < n; ++i) codes[i] = uint16_t(natural_code(x[i], random[i]));
 }
-GZ_SIMD_DISPATCH(void, natural_codes, (const float* x, const uint32_t* random, int n, uint32_t* codes),
+GZ_SIMD_DISPATCH(void, natural_codes, (const float* x, const uint32_t* random, int n, uint16_t* codes),
                  (x, random, n, codes))
+
+// Packs n codes. Those from n to the next multiple of 8 are read, and 0.
+void pack_codes_scalar(const uint16_t* codes, int n, uint8_t* packed) {
+  for (int i = 0; i < n; i += 8, packed += kNaturalBits) {
+    unsigned __int128 all = 0;
+    for (int j = 0; j < 8; ++j) all |= static_cast<unsigned __int128>(codes[i + j]) << (kNaturalBits * j);
+    std::memcpy(packed, &all, size_t(ceil_div(std::min(8, n - i) * kNaturalBits, 8)));
+  }
+}
+// pext joins four codes of two bytes each.
+GZ_AVX2 void pack_codes_avx2(const uint16_t* codes, int n, uint8_t* packed) {
+  constexpr uint64_t kCodes = kNaturalMask * 0x0001000100010001ull;
+  int i = 0;
+#pragma GCC unroll 4
+  for (; i + 8 <= n; i += 8, packed += kNaturalBits) {
+    uint64_t four[2];
+    std::memcpy(four, codes + i, sizeof four);
+    const uint64_t low = _pext_u64(four[0], kCodes), high = _pext_u64(four[1], kCodes);
+    const uint64_t first = low | high << (4 * kNaturalBits);
+    std::memcpy(packed, &first, sizeof first);
+    packed[sizeof first] = uint8_t(high >> (64 - 4 * kNaturalBits));
+  }
+  pack_codes_scalar(codes + i, n - i, packed);
+}
+void pack_codes_avx512(const uint16_t* codes, int n, uint8_t* packed) { pack_codes_avx2(codes, n, packed); }
+GZ_SIMD_SELECT(void, pack_codes, (const uint16_t* codes, int n, uint8_t* packed), (codes, n, packed))
 
 // Values of n <= kBitBlock codes. Eight at a time, which vectorises: code j of them begins at bit j of byte j.
 GZ_INLINE void natural_values(const uint8_t* packed, int n, float* values) {
@@ -48,8 +74,33 @@ GZ_INLINE bool add_powers_body(const uint8_t* packed, int64_t n, float weight, f
   }
   return invalid == 0;
 }
-GZ_SIMD_DISPATCH(bool, add_powers, (const uint8_t* packed, int64_t n, float weight, float* out),
-                 (packed, n, weight, out))
+bool add_powers_scalar(const uint8_t* packed, int64_t n, float weight, float* out) {
+  return add_powers_body(packed, n, weight, out);
+}
+// A shuffle brings the two bytes of each code to the upper half of its lane.
+GZ_AVX2 bool add_powers_avx2(const uint8_t* packed, int64_t n, float weight, float* out) {
+  constexpr char kNo = -1;
+  const __m256i bytes = _mm256_setr_epi8(kNo, kNo, 0, 1, kNo, kNo, 1, 2, kNo, kNo, 2, 3, kNo, kNo, 3, 4,  //
+                                         kNo, kNo, 4, 5, kNo, kNo, 5, 6, kNo, kNo, 6, 7, kNo, kNo, 7, 8);
+  const __m256i up = _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0), code = _mm256_set1_epi32(int(0xff800000u));
+  const __m256 factor = _mm256_set1_ps(weight);
+  __m256i most = _mm256_setzero_si256();  // exponents, in the highest bits
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 8, packed += kNaturalBits) {  // 16 bytes are read: of the next eight codes, too
+    const __m256i two = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(packed)));
+    const __m256i value = _mm256_and_si256(_mm256_sllv_epi32(_mm256_shuffle_epi8(two, bytes), up), code);
+    most = _mm256_max_epu32(most, _mm256_slli_epi32(value, 1));
+    const __m256 term = _mm256_mul_ps(factor, _mm256_castsi256_ps(value));
+    _mm256_storeu_ps(out + i, _mm256_add_ps(_mm256_loadu_ps(out + i), term));
+  }
+  const __m256i invalid = _mm256_cmpeq_epi32(_mm256_srli_epi32(most, 24), _mm256_set1_epi32(int(kNaturalInf)));
+  const bool rest = add_powers_body(packed, n - i, weight, out + i);
+  return rest && _mm256_testz_si256(invalid, invalid);
+}
+bool add_powers_avx512(const uint8_t* packed, int64_t n, float weight, float* out) {
+  return add_powers_avx2(packed, n, weight, out);
+}
+GZ_SIMD_SELECT(bool, add_powers, (const uint8_t* packed, int64_t n, float weight, float* out), (packed, n, weight, out))
 
 // Elements of `out` that stay in the L1 cache while all payloads are added to them.
 constexpr int64_t kSumBlock = 1 << 12;
@@ -62,11 +113,13 @@ void encode(const T* x, int64_t n, uint64_t key, const int64_t* replays, uint8_t
     if (most) largest[size_t(chunk)] = abs_max_here(x + begin, end - begin);
     for (int64_t i = begin; i < end; i += kBitBlock) {
       const int count = int(std::min<int64_t>(end - i, kBitBlock));
-      uint32_t random[kBitBlock], codes[kBitBlock];
+      uint32_t random[kBitBlock];
+      uint16_t codes[kBitBlock];
       float buffer[kBitBlock];
       philox_words(key, uint64_t(i), count, random);
       natural_codes(as_floats(x + i, count, buffer), random, count, codes);
-      pack_block(codes, count, kNaturalBits, packed + i / 8 * kNaturalBits);
+      std::fill(codes + count, codes + ceil_div(count, 8) * 8, uint16_t(0));
+      pack_codes(codes, count, packed + i / 8 * kNaturalBits);
     }
   });
   if (most) *most = bits_float(n ? *std::max_element(largest.begin(), largest.end()) : 0u);

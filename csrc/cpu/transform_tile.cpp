@@ -10,6 +10,7 @@ namespace gradzip::cpu {
 namespace {
 
 constexpr int kRows = 16;  // transformed together: they fill cache lines of coefficients
+constexpr int kUsual = 64;  // length of Fourier transforms that the compiler knows: FFTRange's default
 constexpr Twiddles kTwiddles;
 
 // Memory to prefetch, a few lines at a time between other work: a processor has few requests under way at a time.
@@ -249,6 +250,25 @@ GZ_INLINE void fourier_pass(Floats* z, int numbers, int half, Ahead& ahead) {
     for (int first = j; first < numbers; first += step) fourier_group<kStages, kInverse, false>(z + 2 * first, half, j);
 }
 
+// All stages, of 2^kStages elements at a time and last, for what is left, of fewer; the inverse in the opposite order.
+template <int kStages, bool kInverse, class Floats>
+GZ_INLINE void fourier_passes(Floats* z, int numbers, Ahead& ahead) {
+  int half = 1;
+  if (kInverse) {
+#pragma GCC unroll 4
+    while (half << kStages <= numbers) half <<= kStages;
+  } else {
+#pragma GCC unroll 4
+    for (; half << kStages <= numbers; half <<= kStages) fourier_pass<kStages, false>(z, numbers, half, ahead);
+  }
+  if (kStages == 3 && 4 * half == numbers) fourier_pass<2, kInverse>(z, numbers, half, ahead);
+  if (2 * half == numbers) fourier_pass<1, kInverse>(z, numbers, half, ahead);
+  if (kInverse) {
+#pragma GCC unroll 4
+    for (half >>= kStages; half >= 1; half >>= kStages) fourier_pass<kStages, true>(z, numbers, half, ahead);
+  }
+}
+
 template <class Floats>
 GZ_INLINE void untangle_all(Floats* z, int length, bool inverse) {
   const int numbers = length / 2;
@@ -262,6 +282,14 @@ GZ_INLINE void untangle_all(Floats* z, int length, bool inverse) {
     else
       untangle(z + 2 * k, z + 2 * (numbers - k), w, factor);
   }
+}
+
+// The real transform of `length` elements, or its inverse. Inlined, so that a constant length unrolls its loops.
+template <int kStages, bool kInverse, class Floats>
+GZ_INLINE void fourier_row(Floats* z, int length, Ahead& ahead) {
+  if (kInverse) untangle_all(z, length, true);
+  fourier_passes<kStages, kInverse>(z, length / 2, ahead);
+  if (!kInverse) untangle_all(z, length, false);
 }
 
 template <class Floats>
@@ -328,28 +356,23 @@ GZ_INLINE void forward_rows_body(const Transform& t, float* slots, const Planes&
   auto* const rows = reinterpret_cast<Vector<float, kBytes>*>(slots);
   for (auto* z = rows; z < rows + kRows / kLanes * t.length; z += t.length) {
     if (t.uses_fourier()) {
-      const int numbers = t.length / 2;
-      int half = 1;
-      for (; half << kStages <= numbers; half <<= kStages) fourier_pass<kStages, false>(z, numbers, half, ahead);
-      if (kStages == 3 && 4 * half == numbers) fourier_pass<2, false>(z, numbers, half, ahead);
-      if (2 * half == numbers) fourier_pass<1, false>(z, numbers, half, ahead);
-      untangle_all(z, t.length, false);
+      if (t.length == kUsual)
+        fourier_row<kStages, false>(z, kUsual, ahead);
+      else
+        fourier_row<kStages, false>(z, t.length, ahead);
       if (t.long_dct()) reflect_all(z, t.length);
     } else if (t.kind == TransformKind::dct) {
       separable<false>(t, z);
     }
   }
-  for (int s = 0; s < t.length; ++s) {
-    float* to = out + planes.of[s];
-    ahead.prefetch(1);
-    for (int r = 0; r < kRows; r += kLanes) {
+  ahead.prefetch(t.length);
+  for (int s = 0; count == kRows && s < t.length; ++s)
+    for (int r = 0; r < kRows; r += kLanes) store<kBytes>(out + planes.of[s] + r, rows[r / kLanes * t.length + s]);
+  for (int s = 0; count < kRows && s < t.length; ++s)
+    for (int r = 0; r < count; r += kLanes) {
       const auto& from = rows[r / kLanes * t.length + s];
-      if (count == kRows)
-        store<kBytes>(to + r, from);
-      else if (r < count)
-        std::memcpy(to + r, &from, size_t(std::min(count - r, kLanes)) * sizeof(float));
+      std::memcpy(out + planes.of[s] + r, &from, size_t(std::min(count - r, kLanes)) * sizeof(float));
     }
-  }
 }
 GZ_SIMD_DISPATCH_BYTES(void, forward_rows,
                        (const Transform& t, float* slots, const Planes& planes, int count, Ahead& ahead, float* out),
@@ -360,29 +383,22 @@ template <int kBytes>
 GZ_INLINE void inverse_rows_body(const Transform& t, const float* in, const Planes& planes, int count, float* slots) {
   constexpr int kLanes = kBytes / 4, kStages = register_stages<kBytes>();
   auto* const rows = reinterpret_cast<Vector<float, kBytes>*>(slots);
-  for (int s = 0; s < t.length; ++s) {
-    const float* from = in + planes.of[s];
-    for (int r = 0; r < kRows; r += kLanes) {
+  for (int s = 0; count == kRows && s < t.length; ++s)
+    for (int r = 0; r < kRows; r += kLanes) rows[r / kLanes * t.length + s] = load<kBytes>(in + planes.of[s] + r);
+  if (count < kRows) std::memset(slots, 0, size_t(t.length) * kRows * sizeof(float));
+  for (int s = 0; count < kRows && s < t.length; ++s)
+    for (int r = 0; r < count; r += kLanes) {
       auto& to = rows[r / kLanes * t.length + s];
-      if (count == kRows) {
-        to = load<kBytes>(from + r);
-      } else {
-        to = Vector<float, kBytes>{};
-        if (r < count) std::memcpy(&to, from + r, size_t(std::min(count - r, kLanes)) * sizeof(float));
-      }
+      std::memcpy(&to, in + planes.of[s] + r, size_t(std::min(count - r, kLanes)) * sizeof(float));
     }
-  }
   Ahead ahead{nullptr, nullptr};
   for (auto* z = rows; z < rows + kRows / kLanes * t.length; z += t.length) {
     if (t.uses_fourier()) {
-      const int numbers = t.length / 2;
       if (t.long_dct()) reflect_all(z, t.length);
-      untangle_all(z, t.length, true);
-      int half = 1;
-      while (half << kStages <= numbers) half <<= kStages;
-      if (kStages == 3 && 4 * half == numbers) fourier_pass<2, true>(z, numbers, half, ahead);
-      if (2 * half == numbers) fourier_pass<1, true>(z, numbers, half, ahead);
-      for (half >>= kStages; half >= 1; half >>= kStages) fourier_pass<kStages, true>(z, numbers, half, ahead);
+      if (t.length == kUsual)
+        fourier_row<kStages, true>(z, kUsual, ahead);
+      else
+        fourier_row<kStages, true>(z, t.length, ahead);
     } else if (t.kind == TransformKind::dct) {
       separable<true>(t, z);
     }

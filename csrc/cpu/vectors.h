@@ -26,6 +26,15 @@ template <int kBytes, class T>
 GZ_INLINE void store(T* x, const Vector<T, kBytes>& v) {
   std::memcpy(x, &v, sizeof v);
 }
+// The sum of kFloats lanes, by halves.
+template <int kBytes, int V>
+GZ_INLINE float sum(const Vector<float, kBytes> (&v)[V]) {
+  static_assert(V * VectorOf<float, kBytes>::lanes == kFloats);
+  Vector<float, 16> four[4];
+  std::memcpy(four, v, sizeof four);
+  const auto s = (four[0] + four[2]) + (four[1] + four[3]);
+  return (s[0] + s[2]) + (s[1] + s[3]);
+}
 // These are the builtins of intrinsics, which a function may name that is inlined into ones of several targets. Of the
 // compiler's own operations some become an instruction for each lane there, and it has none for a sum of products.
 
@@ -45,6 +54,24 @@ GZ_INLINE Vector<T, kBytes> all_lanes(const T* x) {
     return Vector<T, kBytes>{*x, *x};
   else
     return Vector<T, kBytes>{*x, *x, *x, *x};
+}
+
+// The first `count` lanes from x, which may be none; the others are 0, and not read.
+template <int kBytes>
+GZ_INLINE Vector<float, kBytes> load_first(const float* x, int64_t count) {
+  if constexpr (kBytes == 64) {
+    const auto mask = count >= 16 ? 0xffffu : count > 0 ? (1u << count) - 1 : 0u;
+    return __builtin_ia32_loadups512_mask(x, Vector<float, kBytes>{}, uint16_t(mask));
+  } else if constexpr (kBytes == 32) {
+    using Ints = Vector<int32_t, kBytes>;
+    const Ints mask = Ints{0, 1, 2, 3, 4, 5, 6, 7} < int32_t(count);
+    return __builtin_ia32_maskloadps256(reinterpret_cast<const Vector<float, kBytes>*>(x), mask);
+  } else {
+    Vector<float, kBytes> v = {};
+    for (int i = 0; i < 4; ++i)
+      if (i < count) v[i] = x[i];
+    return v;
+  }
 }
 
 // a b + c of floats, rounded once.

@@ -104,17 +104,17 @@ struct LaneCodes {
 
   // Sets the bits of the codes in a stream of zeros. bit: where this lane's part begins.
   GZ_DEVICE void write(uint32_t bit, uint32_t* stream) const {
+    const uint32_t fixed = uint32_t(1 + k);
     int next = -clear;
-    bit -= uint32_t(clear >> k);  // zeros of the first code that are parts of lanes before
+    bit -= uint32_t(clear >> k) + fixed;  // without the zeros of the first code that are parts of lanes before
     for (uint32_t left = word; left; left &= left - 1) {
       const int at = __ffs(int(left)) - 1;
       const uint32_t gap = uint32_t(at - next);
       next = at + 1;
-      bit += gap >> k;
+      bit += (gap >> k) + fixed;
       const uint64_t code = uint64_t(1u | (gap & ((1u << k) - 1)) << 1) << (bit % 32);
       atomicOr(stream + bit / 32, uint32_t(code));
       if (code >> 32) atomicOr(stream + bit / 32 + 1, uint32_t(code >> 32));
-      bit += uint32_t(1 + k);
     }
   }
 };
@@ -255,20 +255,29 @@ GZ_DEVICE uint64_t overhangs(uint32_t word, int k) {
 // if a bit would be past the longest segment.
 GZ_DEVICE bool read_codes(uint32_t word, int k, uint32_t* bitmap) {
   // Each lane assumes that a code begins with its word, then that it begins where the lane before says, until no lane
-  // changes its mind. That takes few rounds: wherever reading begins, it soon meets the codes' true beginnings.
+  // changes its mind. That takes few rounds: wherever reading begins, it soon meets the codes' true beginnings. After a
+  // round for each lane before it, a lane is right.
+  constexpr int kRounds = 4;  // between votes
   const uint64_t over = overhangs(word, k);
-  int skip = 0, past = 0;
-  for (bool changed = true; __any_sync(kAllLanes, changed);) {
-    past = int(over >> (4 * skip) & 15u);
-    const int before = __shfl_up_sync(kAllLanes, past, 1), now = lane() ? before : 0;
-    changed = now != skip;
-    skip = now;
+  const auto past_of = [&](int skip) { return int(over >> (4 * skip) & 15u); };
+  int skip = 0;
+  for (int round = 0; round < kLanes - 1; round += kRounds) {
+    int last = 0;
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      const int before = __shfl_up_sync(kAllLanes, past_of(skip), 1);
+      last = skip;
+      skip = lane() ? before : 0;
+    }
+    if (!__any_sync(kAllLanes, skip != last)) break;
   }
+  const int past = past_of(skip);
   uint32_t ones = 0;  // that begin codes
+  const uint32_t behind = 0u - (2u << k);
   for (uint32_t left = word >> skip << skip; left;) {
     const uint32_t one = left & (0u - left);
     ones |= one;
-    left &= 0u - (one << (1 + k));
+    left &= one * behind;
   }
   const uint32_t next = __shfl_down_sync(kAllLanes, word, 1), mask = (1u << k) - 1;
   const uint64_t both = uint64_t(lane() < kLanes - 1 ? next : 0u) << 32 | word;
@@ -277,15 +286,17 @@ GZ_DEVICE bool read_codes(uint32_t word, int k, uint32_t* bitmap) {
   const int codes = __popc(ones), zeros = 32 - skip - (1 + k) * codes + past;
   int upto = (zeros << k) + codes;
   for (int b = 0; b < k; ++b) upto += __popc(ones & uint32_t(both >> (1 + b))) << b;
-  uint32_t place = uint32_t(warp_scan(upto) - upto);
-  int at = skip;
+  // A code at bit b, with a sum of low bits before and in it, is at place begin + (b << k) + sum.
+  uint32_t begin = uint32_t(warp_scan(upto) - upto) - (uint32_t(skip) << k);
+  const uint64_t lows = both >> 1;
+  const uint32_t period = 1u << k, code = 1u - (uint32_t(1 + k) << k);
   for (uint32_t left = ones; left; left &= left - 1) {
     const int one = __ffs(int(left)) - 1;
-    place += (uint32_t(one - at) << k) + (uint32_t(both >> (one + 1)) & mask);
-    at = one + 1 + k;
+    begin += uint32_t(lows >> one) & mask;
+    const uint32_t place = begin + uint32_t(one) * period;
+    begin += code;
     if (place >= uint32_t(kMostSegment)) return false;
     atomicOr(bitmap + place / 32, 1u << (place % 32));
-    ++place;
   }
   return true;
 }

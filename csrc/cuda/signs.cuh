@@ -151,32 +151,37 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-// A lane loads the word of 32 signs, then takes four neighbouring elements of each 128.
+// A lane loads the word of 32 signs, then takes four neighbouring elements of each 128. It reads the word twice, so that
+// sums of half of them take few registers.
 __global__ void __launch_bounds__(kBlock)
     signs_decode_add_kernel(const WeightedSumEntry* entries, int64_t count, const SignsTerm* terms) {
-  constexpr int kQuads = int(kWarpBits / (4 * kLanes));
+  constexpr int kQuads = int(kWarpBits / (4 * kLanes)), kTogether = kQuads / 2;
   const WeightedSumEntry entry = entries[entry_of_block(entries, count)];
   const auto [out, n, own_terms, add, dtype] = entry.sum;
-  const int64_t tile = blockIdx.x - entry.first_block, first = tile * kTile + warp() * kWarpBits + 4 * lane();
-  float sum[kQuads][4] = {};
-  if (add) {
+  const int64_t tile = blockIdx.x - entry.first_block, begin = tile * kTile + warp() * kWarpBits + 4 * lane();
+#pragma unroll 1
+  for (int half = 0; half < kQuads; half += kTogether) {
+    const int64_t first = begin + 4 * kLanes * half;
+    float sum[kTogether][4] = {};
+    if (add) {
 #pragma unroll
-    for (int q = 0; q < kQuads; ++q) load4_changing(static_cast<float*>(out), first + 4 * kLanes * q, n, sum[q]);
-  }
-  for (int64_t t = entry.first_term; t < entry.first_term + own_terms; ++t) {
-    const float scale = signs_value(terms[t]);
-    const uint32_t word = load_word(terms[t].packed, tile_word(tile), n);
-#pragma unroll
-    for (int q = 0; q < kQuads; ++q) {
-      const uint32_t bits = __shfl_sync(kAllLanes, word, 4 * q + lane() / 8) >> (lane() % 8 * 4);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sum[q][j] += bits >> j & 1 ? -scale : scale;
+      for (int q = 0; q < kTogether; ++q) load4_changing(static_cast<float*>(out), first + 4 * kLanes * q, n, sum[q]);
     }
-  }
-  typed_out(out, dtype, [&, n = n](auto* to) {
+    for (int64_t t = entry.first_term; t < entry.first_term + own_terms; ++t) {
+      const float scale = signs_value(terms[t]);
+      const uint32_t word = load_word(terms[t].packed, tile_word(tile), n);
 #pragma unroll
-    for (int q = 0; q < kQuads; ++q) store4(to, first + 4 * kLanes * q, n, sum[q]);
-  });
+      for (int q = 0; q < kTogether; ++q) {
+        const uint32_t bits = __shfl_sync(kAllLanes, word, 4 * (half + q) + lane() / 8) >> (lane() % 8 * 4);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[q][j] += bits >> j & 1 ? -scale : scale;
+      }
+    }
+    typed_out(out, dtype, [&, n = n](auto* to) {
+#pragma unroll
+      for (int q = 0; q < kTogether; ++q) store4(to, first + 4 * kLanes * q, n, sum[q]);
+    });
+  }
 }
 
 }  // namespace gradzip::cuda
