@@ -265,11 +265,8 @@ class Gathered:
 
     @property
     def is_again(self) -> bool:
-        """Whether a backward pass gathers what its forward pass has gathered before.
-
-        Also once gradients are reduced: a checkpointed module may run again, for another of its forward passes.
-        """
-        return self._group is not None and self._group._training_state.name in ("PRE_BACKWARD", "POST_BACKWARD")
+        """Whether a backward pass gathers what its forward pass has gathered before."""
+        return self._group is not None and self._group._training_state.name == "PRE_BACKWARD"
 
     @property
     def is_gathered_twice(self) -> bool:

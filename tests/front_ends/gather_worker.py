@@ -323,6 +323,15 @@ def agreement():
         scale(0.9, model.parameters())
         forward(name, evaluates=True, call=model.generate)
     forward("method once more", evaluates=True, call=model.generate)
+
+    def unsharded(tokens):
+        for module in (model, *model.blocks):
+            module.unshard()
+        return model(tokens)
+
+    for name in ("unsharded", "unsharded again"):
+        scale(0.9, model.parameters())
+        forward(name, evaluates=True, call=unsharded)
     return results
 
 

@@ -290,6 +290,8 @@ PASSES = {
     "method": (("blocks.1",), EVERY),  # one of register_fsdp_forward_method, in which modules ask one by one
     "method again": (EVERY, EVERY),
     "method once more": (EVERY, ()),
+    "unsharded": (EVERY, EVERY),
+    "unsharded again": (EVERY, EVERY),
 }
 
 
