@@ -380,6 +380,32 @@ def checkpoints_twice():
 
 
 @scenario
+def local_steps():
+    """Sites of two shards, whose differences are exchanged after each second step: weights of evaluations, parameters.
+
+    Exchanges write parameters, also where no gradients have been reduced since.
+    """
+    sites, results = mesh(2), []
+    model = sharded(sites["shard"])
+    gradzip.fsdp.quantize(model, gather=gradzip.parse(SPECS[0]), reduce=gradzip.BlockFloat(bits=8), reference="delta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    outer = gradzip.outer.LocalSteps(model, optimizer, gradzip.BlockFloat(), every=2, group=sites["replicate"])
+    seen = watch(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, dist.get_rank(), step).backward()
+        optimizer.step()
+        model.reshard()
+        seen.clear()
+        with torch.no_grad():
+            model(batch(0, 0)[:, :-1])
+        model.reshard()
+        parameters = {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+        results.append(({layer: weight for _, layer, weight in seen}, parameters))
+    return results, outer.exchanges
+
+
+@scenario
 def both_directions():
     """Gradients are rounded, too: at most by a step of 8 bits."""
     model = sharded(mesh()["shard"])

@@ -335,6 +335,17 @@ def test_one_shard_sends_nothing(job):
         assert results["one shard"]["sent"] == [0] * STEPS
 
 
+def test_local_steps_of_sites_that_gather_differences(job):
+    first, _ = job["local_steps"][0]
+    for results, exchanges in job["local_steps"]:
+        assert exchanges == 2
+        for step, (seen, parameters) in enumerate(results):
+            for layer, weight in seen.items():
+                expected = parameters[f"{layer}.weight"]
+                assert (weight - expected).abs().max() < 0.02 * expected.abs().max()
+                assert step % 2 == 0 or torch.equal(expected, first[step][1][f"{layer}.weight"])  # on both sites
+
+
 def test_both_directions(job):
     model = Net()
     with torch.no_grad():
