@@ -78,7 +78,8 @@ def predicted(row: dict[str, Any]) -> dict[str, float]:
 
 def tables(rows: Rows) -> Iterator[str]:
     """For each network and rate: steps of the variants, how many times as fast as FSDP2's own, and predictions."""
-    header = ["", "ms", "× float32", "× bfloat16", "MB on the wire", "predicted, ms", "error, %"]
+    header = ["", "ms (range)", "× float32", "× bfloat16", "MB on the wire", "predicted, ms", "error, %"]
+    errors = []
     for row in rows:
         yield (
             f"{row['network']}, {row['parameters'] / 1e6:.1f} M parameters, {row['ranks']} ranks, "
@@ -90,13 +91,17 @@ def tables(rows: Rows) -> Iterator[str]:
         for name, seconds in medians.items():
             times = [f"{medians[own] / seconds:.2f}" for own in STOCK]
             sent = row["wire"][name]
-            cell = [name, f"{1e3 * seconds:.0f}", *times, "" if sent is None else f"{sent / 1e6:.2f}"]
+            low, high = (1e3 * extreme(row["seconds"][name]) for extreme in (min, max))
+            wire = "" if sent is None else f"{sent / 1e6:.2f}"
+            cell = [name, f"{1e3 * seconds:.0f} ({low:.0f}–{high:.0f})", *times, wire]
             if name in foreseen:
-                error = round(100 * (foreseen[name] / seconds - 1)) or 0  # without a negative zero
-                cell += [f"{1e3 * foreseen[name]:.0f}", f"{error:+d}".replace("-", "−")]
+                errors.append(round(100 * (foreseen[name] / seconds - 1)) or 0)  # without a negative zero
+                cell += [f"{1e3 * foreseen[name]:.0f}", f"{errors[-1]:+d}".replace("-", "−")]
             cells.append([*cell, *[""] * (len(header) - len(cell))])
         yield from markdown(header, cells)
         yield ""
+    sizes = list(map(abs, errors))
+    yield f"Of {len(sizes)} errors, the median is {statistics.median(sizes):.0f} % and the largest {max(sizes)} %."
 
 
 def blocks() -> Blocks:

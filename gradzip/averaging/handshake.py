@@ -9,11 +9,15 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import _version
+from ..collectives.fusion import as_real
 from ..memory.names import original
 from ..methods.base.compressor import Compressor
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
 def parameters_by_name(named_parameters: Iterable[tuple[str, Tensor]], what: str) -> dict[str, Tensor]:
@@ -31,6 +35,14 @@ def parameters_by_name(named_parameters: Iterable[tuple[str, Tensor]], what: str
     if len(named) < len(pairs):
         raise ValueError(f"{what}: got named_parameters with equal names, expected a name for each parameter")
     return named
+
+
+@torch.no_grad()
+def digest(tensors: Iterable[Tensor]) -> int:
+    """A number that changes with almost every change of these tensors: a weighted sum of their bits."""
+    sums = [tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in map(as_real, tensors)]
+    weighted = torch.stack(sums) * torch.arange(1, 2 * len(sums), 2, device=sums[0].device) if sums else None
+    return 0 if weighted is None else int(weighted.sum()) % 2**64
 
 
 def describe(

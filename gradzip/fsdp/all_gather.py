@@ -20,6 +20,8 @@ from ..ops import tensors as ops
 from .connections import Connections
 from .shards import FLOATING, Gathered, is_between_passes
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
+
 
 def all_gather(compressor: Compressor) -> AllGather:
     """An all-gather that sends quantized weights, for FSDP2's `set_custom_all_gather`.
@@ -59,25 +61,34 @@ class Passes:
     def __init__(self) -> None:
         self.trains = False
         self.deltas: list[DeltaGather] = []
-        self._asked: set[Engine] = set()  # groups that have agreed on what has changed, in the pass in progress
+        self._outermost: Any = None  # module of the pass in progress
 
     def begin_forward(self, module: Any, *_: object) -> None:
         """A hook of each module's forward pass, before FSDP's."""
         self.trains = torch.is_grad_enabled()
         if is_between_passes(module):
-            self._asked.clear()
+            self._outermost = module
+            self._forget()
 
     def end_forward(self, module: Any, *_: object) -> None:
-        """A hook of each module's forward pass, after FSDP's. Modules may be gathered before the next one begins."""
-        if is_between_passes(module):
-            self._asked.clear()
+        """A hook of each module's forward pass, after FSDP's, also if it has failed."""
+        if module is self._outermost:
+            self._outermost = None
+            self._forget()
 
-    def agree(self, engine: Engine, device: torch.device) -> None:
-        """Have the ranks of a group agree on which modules have changed, once in a pass for all. The host waits."""
-        if engine in self._asked:
-            return
-        self._asked.add(engine)
-        asking = [delta for delta in self.deltas if delta.engine is engine and not delta.is_reduced]
+    def _forget(self) -> None:
+        for delta in self.deltas:
+            delta.has_changed = None
+
+    def agree(self, asks: DeltaGather, engine: Engine, device: torch.device) -> None:
+        """Have the ranks of a group agree on whether a module has changed: once in a pass for all. The host waits.
+
+        Modules that are gathered where no hook tells of a pass, as by `unshard()` and in the methods of
+        `register_fsdp_forward_method`, ask one by one.
+        """
+        asking = [asks]
+        if self._outermost is not None:
+            asking = [delta for delta in self.deltas if delta.engine is engine and not delta.is_reduced]
         flags = torch.tensor([delta.is_written for delta in asking], dtype=torch.uint8).to(device)
         of_ranks = engine.run(Gather(flags, same_length=True), "changed")
         for delta, has_changed in zip(asking, torch.stack(of_ranks).amax(0).tolist()):
@@ -89,7 +100,7 @@ class AllGather:
 
     Payload: the blocks of `BlockFloat`, then the elements of the exact parameters as they are. No header: lengths
     follow from the shape. If a weight is not finite, nor is its block. On a device, the host does not wait.
-    Deterministic.
+    Deterministic. With `reshard_after_forward` as a number, backward passes gather the decoded weights as they are.
 
     Args:
         compressor: as of `all_gather`.
@@ -141,8 +152,12 @@ class AllGather:
         if input_tensor.dtype not in FLOATING:
             got = f"got weights of {input_tensor.dtype} (uint8: of several dtypes)"
             raise TypeError(f"all_gather: {got}, expected float32, bfloat16 or float16; shard others apart")
-        with no_autocast(input_tensor.device):
-            self._gather(output_tensor, input_tensor, group)
+        if self._gathered is not None and self._gathered.is_among_few:
+            self.traffic.count(input_tensor.nbytes, group.size() - 1)
+            _all_gather(output_tensor, input_tensor, group)
+        else:
+            with no_autocast(input_tensor.device):
+                self._gather(output_tensor, input_tensor, group)
         self.traffic.bytes_dense += input_tensor.nbytes
 
     def _gather(self, output: Tensor, weights: Tensor, group: dist.ProcessGroup) -> None:
@@ -236,7 +251,8 @@ class DeltaGather(AllGather):
     Attributes:
         engine: of the group, once it has gathered.
         is_reduced: whether gradients of the module have been reduced since the last gather.
-        has_changed: whether its weights have been written on any rank, as the ranks have agreed.
+        has_changed: whether its weights have been written on any rank, as the ranks have agreed in this pass. None:
+            they have not, or not since the last gather.
     """
 
     _gathered: Gathered
@@ -253,7 +269,8 @@ class DeltaGather(AllGather):
         self._passes = passes
         passes.deltas.append(self)
         self.engine: Engine | None = None
-        self.is_reduced = self.has_changed = False
+        self.is_reduced = False
+        self.has_changed: bool | None = None
         self._reference: Tensor | None = None
         self._loaded: Mapping[str, Any] | None = None  # of this rank, until the ranks have gathered it
         self._version: tuple[int, ...] = ()  # of the parameters that are in the reference
@@ -264,11 +281,12 @@ class DeltaGather(AllGather):
         return self._gathered.version != self._version
 
     def _gather(self, output: Tensor, weights: Tensor, group: dist.ProcessGroup) -> None:
+        is_again = self._gathered.is_again
         if self._reference is None:
             self._reference = self._exact_reference(weights, group)
-        elif not (self._gathered.is_again or self.is_reduced):
-            self._passes.agree(self._connections.engine(group, weights.device), weights.device)
-        if (self.has_changed or self.is_reduced) and not self._gathered.is_again:
+        elif not (is_again or self.is_reduced) and self.has_changed is None:
+            self._passes.agree(self, self._connections.engine(group, weights.device), weights.device)
+        if not is_again and (self.has_changed or self.is_reduced):
             # A difference from what is not finite is not finite, also when the weight is again.
             rows = self._reference.view(-1, weights.numel()).nan_to_num_(0.0, 0.0, 0.0)
             mine, exact = self._split(weights)
@@ -276,30 +294,39 @@ class DeltaGather(AllGather):
             payloads = self._sent(self._encoded([a.float() - b for a, b in zip(mine, rounded)], exact), group)
             self._decode(payloads, rows, torch._foreach_add_)
             self._version = self._gathered.version
-            self.has_changed = self.is_reduced = False
+        if not is_again:
+            self.has_changed, self.is_reduced = None, False
         output.copy_(use_on_current_stream(self._reference))
 
     def _exact_reference(self, weights: Tensor, group: dist.ProcessGroup) -> Tensor:
         """The parts of all ranks: as loaded, where they are, and otherwise the weights. The host waits."""
-        loaded, self._loaded = self._loaded or {"part": weights, "is_due": False}, None
-        is_due = weights.new_full((1,), float(loaded["is_due"]))
-        sent = torch.cat([loaded["part"].to(weights), is_due]).view(torch.uint8)
-        of_ranks = torch.stack(self._sent(sent, group)).view(weights.dtype)
+        loaded, self._loaded = self._loaded, None
+        part, is_due = weights, False
+        if loaded is not None:
+            part, is_due = loaded["part"].to(weights), loaded.get("weights") != self._gathered.digest
+        with torch.inference_mode(False), torch.no_grad():  # later passes write to it
+            sent = torch.cat([part, weights.new_full((1,), float(is_due))]).view(torch.uint8)
+            of_ranks = torch.stack(self._sent(sent, group)).view(weights.dtype)
+            reference = of_ranks[:, :-1].reshape(-1)
         self.engine = self._connections.engine(group, weights.device)
-        self._version = self._gathered.version
+        self._version = () if is_due else self._gathered.version
         self.is_reduced, self.has_changed = False, bool(of_ranks[:, -1].any())
-        return of_ranks[:, :-1].reshape(-1)
+        return reference
 
     def reduced(self) -> None:
         """Called when gradients of the module are reduced."""
         self.is_reduced = True
 
     def state(self) -> Mapping[str, Any] | None:
-        """This rank's part of the reference, and whether the next forward pass gathers. None before the first."""
+        """This rank's part of the reference, and a digest of the weights in it: None if the next forward pass gathers.
+
+        None before the first gather.
+        """
         if self._reference is None or self.engine is None:
             return self._loaded
         part = self._reference.view(self.engine.size, -1)[self.engine.rank].cpu().clone()
-        return {"part": part, "is_due": self.is_reduced or self.has_changed or self.is_written}
+        is_due = self.is_reduced or self.is_written
+        return {"part": part, "weights": None if is_due else self._gathered.digest}
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Load what `state` has returned. Ranks gather it, exactly, before the next difference.

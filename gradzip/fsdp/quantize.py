@@ -15,7 +15,7 @@ from . import rank_state
 from .all_gather import AllGather, DeltaGather, Passes
 from .connections import Connections
 from .reduce_scatter import Feedback, ReduceScatter
-from .shards import Gathered, replicas_of, sharded_modules
+from .shards import Gathered, Reduced, collectives_of, replicas_of, sharded_modules
 
 
 class Quantized:
@@ -107,9 +107,8 @@ def quantize(
             within a backward pass; with `Hierarchical` and n ranks on a node, 1/n of that.
 
     Raises:
-        ValueError: no sharded module, nothing to set, another method or reference, or a module whose parameters have
-            several dtypes or meshes, encode themselves, or are sharded anew after the forward pass
-            (`reshard_after_forward` as a number). No module is changed then.
+        ValueError: no sharded module, nothing to set, another method or reference, a module that is quantized already,
+            or one whose parameters have several dtypes or meshes, or encode themselves. No module is changed then.
         RuntimeError: this torch has another FSDP2.
     """
     modules = sharded_modules(model)
@@ -124,6 +123,10 @@ def quantize(
         )
     if error_feedback and reduce is None:
         raise ValueError("quantize: got error_feedback=True without a method for the reduce-scatters, expected one")
+    ours = (*([AllGather] if gather is not None else []), *([ReduceScatter, _Told] if reduce is not None else []))
+    for name, module in modules:
+        if any(isinstance(one, ours) for one in collectives_of(module)):
+            raise ValueError(f"quantize: got module {name!r}, which is quantized already, expected one call")
     named = {original(name): parameter for name, parameter in model.named_parameters()}
     names: dict[Tensor, str] = {parameter: name for name, parameter in named.items()}
     gathers: dict[str, AllGather] = {}
@@ -136,8 +139,9 @@ def quantize(
         connections = Connections(reduce, "reduce_scatter")
         replicas = next(filter(None, (replicas_of(module) for _, module in modules)), None)
         feedback = Feedback(reduce, replicas) if error_feedback else None
-        for name, _ in modules:
-            scatters[name] = ReduceScatter(reduce, f"reduce_scatter of {name!r}", connections, feedback)
+        for name, module in modules:
+            draws, reduced = f"reduce_scatter of {name!r}", Reduced(module, names) if feedback else None
+            scatters[name] = ReduceScatter(reduce, draws, connections, feedback, reduced)
         in_use |= scatters
     if gather is not None:
         connections = Connections(gather, "all_gather", named)
@@ -159,5 +163,5 @@ def quantize(
             module.set_custom_reduce_scatter(in_use[name])
         if keep or reference:
             module.register_forward_pre_hook(passes.begin_forward, prepend=True)
-            module.register_forward_hook(passes.end_forward)
+            module.register_forward_hook(passes.end_forward, always_call=True)
     return Quantized(gathers, scatters, [name for name, _ in modules], rounded, exact)

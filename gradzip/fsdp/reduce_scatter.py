@@ -25,6 +25,7 @@ from ..methods.quantize import QSGD
 from ..ops import tensors as ops
 from .backward_pass import BackwardPass
 from .connections import Connections
+from .shards import Reduced
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
 
@@ -79,12 +80,12 @@ class Feedback:
         self.former: dict[ReduceScatter, Tensor | None] = {}
         self._magnitudes: dict[dist.ProcessGroup, list[Tensor]] = {}
 
-    def begin(self, module: ReduceScatter, device: torch.device) -> None:
-        """Called before the gradients of a module are encoded, on a device."""
+    def begin(self, module: ReduceScatter, shards: Tensor) -> None:
+        """Called before the gradients of a module are encoded."""
         loss_scale = self._compressor.memory.loss_scale
         if self._pass.begin():
             loss_scale.begin_step()
-        module.prepare(loss_scale.value, device)
+        module.prepare(loss_scale.value, shards)
         self.former.setdefault(module, module.residual)
 
     def reduced(self, gradients: Tensor, group: dist.ProcessGroup) -> None:
@@ -129,6 +130,7 @@ class ReduceScatter:
         name: of the random draws.
         connections: of all modules of a model.
         feedback: of all modules of a model. None: no error feedback.
+        reduced: of the only module that uses the object, for error feedback.
 
     Attributes:
         residual: what rounding has lost of this rank's gradients: a row for each rank that it sends to, float32.
@@ -140,9 +142,12 @@ class ReduceScatter:
         name: str = "reduce_scatter",
         connections: Connections | None = None,
         feedback: Feedback | None = None,
+        reduced: Reduced | None = None,
     ) -> None:
         self.compressor = compressor
         self.residual: Tensor | None = None
+        self._reduced = reduced
+        self._numels: dict[str, int] = {}  # of the residual, by parameter
         self._scale = 1.0  # of the residual: the loss scale
         self._codec = _codec_of(compressor)
         self._name, self._feedback = name, feedback
@@ -214,8 +219,9 @@ class ReduceScatter:
         if self._feedback is None:
             self._codec.encode_all(shards, keys, payloads)
         else:
-            self._feedback.begin(self, shards.device)
-            self._encode_with_residual(shards, keys, payloads)
+            self._feedback.begin(self, shards)
+            residual, self.residual = self.residual, torch.empty_like(shards)
+            self._codec.encode_all(shards, keys, payloads, residual=residual, error=self.residual)
         lengths = (payloads.shape[1],) * ranks
         received = engine.run(AllToAll(payloads.view(-1), lengths, same_length=True, scope=scope), "reduce_scatter")
         written = (torch.float32, *(ops.HALF if ranks <= ops.MOST_HALF_TERMS else ()))
@@ -224,38 +230,46 @@ class ReduceScatter:
         if total is not out:
             out.copy_(total)
 
-    def _encode_with_residual(self, shards: Tensor, keys: list[Key], payloads: Tensor) -> None:
-        residual = self.residual
-        if residual is not None and residual.shape != shards.shape:
-            got = f"got gradients of shape {tuple(shards.shape)}, expected {tuple(residual.shape)} as before"
-            raise RuntimeError(f"{self._name}: {got}; with error feedback, each module needs an object of its own")
-        self.residual = torch.empty_like(shards)
-        self._codec.encode_all(shards, keys, payloads, residual=residual, error=self.residual)
-
     # --- state
 
-    def prepare(self, scale: float, device: torch.device) -> None:
-        """Have the residual, which may have been loaded, on the device, and multiplied by changes of the loss scale."""
+    def prepare(self, scale: float, shards: Tensor) -> None:
+        """Make the residual, which may have been loaded, one of these gradients, with this loss scale.
+
+        A parameter that was frozen has none; what a parameter had is dropped when it is frozen.
+        """
+        assert self._reduced is not None
+        numels = self._reduced.numels
+        if (expected := sum(numels.values())) != shards.shape[1]:
+            got = f"got {shards.shape[1]} elements of gradients, expected {expected}"
+            raise RuntimeError(f"{self._name}: {got}; if some got none, call set_reduce_scatter_unused_params(True)")
         if self.residual is not None:
-            self.residual = self.residual.to(device)
+            self.residual = self.residual.to(shards.device)
             if scale != self._scale:
                 self.residual = self.residual * (scale / self._scale)
-        self._scale = scale
+            if numels != self._numels:
+                kept = dict(zip(self._numels, self.residual.split_with_sizes(list(self._numels.values()), 1)))
+                none = {name: shards.new_zeros(len(shards), numels[name]) for name in numels.keys() - kept.keys()}
+                self.residual = torch.cat([{**kept, **none}[name] for name in numels], 1)
+        self._scale, self._numels = scale, numels
 
     def state(self) -> dict[str, Any]:
         """What a resumed job needs for the same bits: the number of calls, and the residual before a step that has not
         ended."""
         former = {} if self._feedback is None else self._feedback.former
         residual = former.get(self, self.residual)
-        return {"calls": self._calls, "scale": self._scale, "residual": None if residual is None else residual.cpu()}
+        return {
+            "calls": self._calls, "scale": self._scale, "numels": self._numels,
+            "residual": None if residual is None else residual.cpu(),
+        }  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load what `state` has returned. Without error feedback, the residual is dropped."""
         self._calls, self._scale = state["calls"], state["scale"]
         self.residual = None
-        if self._feedback is not None:
+        if self._feedback is not None and self._reduced is not None:
             self._feedback.former.pop(self, None)  # of a backward pass that has failed
             self.residual = state["residual"]
+            self._numels = state.get("numels") or self._reduced.numels  # none in a checkpoint of 0.3.0
 
 
 def _mean_of_node(shards: Tensor, chunks: NodeChunks, engine: Engine) -> Tensor:

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ..averaging.handshake import digest
+
 # Of a parameter, of a group of them, and of modules.
 _FIELDS = ("sharded_param", "sharded_size", "contiguous_sharded_stride", "padded_sharded_param_size")
 _GROUP_FIELDS = (
     "mp_policy", "offload_policy", "_training_state", "_reshard_after_forward", "_use_post_forward_mesh",
-    "_reduce_scatter_comm",
+    "is_sharded_post_forward", "_all_gather_comm", "_reduce_scatter_comm",
 )  # fmt: skip
 _MODULE_FIELDS = ("_get_fsdp_state", "set_all_reduce_hook")
 _STATE_FIELDS = ("_state_ctx.iter_forward_root",)
@@ -56,6 +58,11 @@ def sharded_modules(model: nn.Module) -> list[tuple[str, Any]]:
         if isinstance(module, FSDPModule)
     }
     return list(reversed(found.values()))
+
+
+def collectives_of(module: FSDPModule) -> list[Any]:
+    """What gathers the parameters of a module, and what reduces their gradients."""
+    return [one for group in _groups_of(module) for one in (group._all_gather_comm, group._reduce_scatter_comm)]
 
 
 def is_between_passes(module: Any) -> bool:
@@ -202,6 +209,23 @@ class Shards:
         return [(name, p) for name, p in self._trained() if p.sharded_size.numel()]
 
 
+class Reduced:
+    """What FSDP reduces of one module: for each rank, the gradients of its shards, as one flat tensor.
+
+    Args:
+        module: after `fully_shard`.
+        names: of all parameters of the model.
+    """
+
+    def __init__(self, module: FSDPModule, names: dict[Tensor, str]) -> None:
+        self._members = [(names[p.sharded_param], p) for group in _groups_of(module) for p in group.fsdp_params]
+
+    @property
+    def numels(self) -> dict[str, int]:
+        """Elements of a shard, padding included, of the parameters that are trained now, in the order of the tensor."""
+        return {name: p.padded_sharded_param_size.numel() for name, p in self._members if p.sharded_param.requires_grad}
+
+
 class Gathered:
     """What FSDP gathers before the passes of one module: each rank's shards of its parameters, as one flat tensor.
 
@@ -214,8 +238,8 @@ class Gathered:
 
     Raises:
         RuntimeError: this torch has another FSDP2.
-        ValueError: the parameters are on several meshes, of several dtypes, of one that is not in FLOATING, encode
-            themselves, or are sharded anew after the forward pass, over fewer ranks.
+        ValueError: the parameters are on several meshes, of several dtypes, of one that is not in FLOATING, or encode
+            themselves.
     """
 
     def __init__(self, module: FSDPModule, name: str, names: dict[Tensor, str]) -> None:
@@ -232,9 +256,6 @@ class Gathered:
         if len(dtypes) > 1 or not dtypes.issubset(FLOATING):
             got = f"got module {name!r} with parameters of {sorted(map(str, dtypes))}"
             raise ValueError(f"quantize: {got}, expected float32, bfloat16 or float16; shard others apart")
-        if groups and groups[0]._use_post_forward_mesh:
-            got = f"got module {name!r} with reshard_after_forward as a number of ranks"
-            raise ValueError(f"quantize: {got}, expected True or False: that gathers weights that are rounded already")
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -249,8 +270,22 @@ class Gathered:
 
     @property
     def is_gathered_twice(self) -> bool:
-        """Whether FSDP frees the parameters after a forward pass, and gathers them again in the backward pass."""
-        return self._group is not None and self._group._reshard_after_forward
+        """Whether FSDP frees the parameters after a forward pass, and all ranks gather them again in the backward pass.
+
+        With `reshard_after_forward` as a number, that many ranks keep the gathered ones (`is_among_few`).
+        """
+        group = self._group
+        return group is not None and group._reshard_after_forward and not group._use_post_forward_mesh
+
+    @property
+    def is_among_few(self) -> bool:
+        """Whether what FSDP gathers now are parts of gathered parameters, which fewer ranks have kept."""
+        return self._group is not None and self._group.is_sharded_post_forward
+
+    @property
+    def digest(self) -> int:
+        """A number that changes with almost every change of this rank's shards. The host waits."""
+        return digest(p.sharded_param.to_local() for p in self._group.fsdp_params) if self._group else 0
 
     @property
     def reduce_scatter(self) -> Any:

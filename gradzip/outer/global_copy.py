@@ -14,12 +14,9 @@ from torch import Tensor
 
 from ..averaging import optimizer_hooks
 from ..averaging.handshake import differences
-from ..collectives.fusion import as_real
 from ..memory.names import original
 from ..memory.state_dict import check_values, in_line
 from ..methods.base.compressor import Compressor
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
 
 MakeOptimizer: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
 
@@ -27,14 +24,6 @@ MakeOptimizer: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
 def nesterov(params: list[Tensor]) -> torch.optim.Optimizer:
     """The outer optimizer of DiLoCo."""
     return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
-
-
-@torch.no_grad()
-def digest(tensors: Iterable[Tensor]) -> int:
-    """A number that changes with almost every change of these tensors: a weighted sum of their bits."""
-    sums = [tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in map(as_real, tensors)]
-    weighted = torch.stack(sums) * torch.arange(1, 2 * len(sums), 2, device=sums[0].device) if sums else None
-    return 0 if weighted is None else int(weighted.sum()) % 2**64
 
 
 class GlobalCopy:

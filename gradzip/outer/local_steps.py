@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..averaging.buckets import Plan, bucket_nbytes, cut
-from ..averaging.handshake import differences
+from ..averaging.handshake import differences, digest
 from ..averaging.session import Session
 from ..collectives import Broadcast
 from ..collectives.engine import Engine
@@ -33,7 +33,7 @@ from ..ops import tensors as ops
 from .background import Runner, Seconds
 from .exchange import Exchanged, OuterLoop, Pending, Worker
 from .fragments import Schedule
-from .global_copy import MakeOptimizer, digest, nesterov
+from .global_copy import MakeOptimizer, nesterov
 from .torchft import Replicas
 
 # Of a state dict.

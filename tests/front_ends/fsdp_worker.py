@@ -512,11 +512,7 @@ def errors():
     results["nothing to feed back"] = message(
         lambda: gradzip.fsdp.quantize(model, gather=gradzip.parse(NEAREST), error_feedback=True)
     )
-    job = QuantizedJob()
-    for module in job.model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(exact)
-    results["shared"] = message(job.step)
+    results["unused, feedback"] = message(lambda: QuantizedJob().step(skip=("e",)))
     return results
 
 
@@ -625,6 +621,12 @@ def feedback(folder):
     twice = QuantizedJob()
     twice.model.runs = 2
     results["twice"], results["twice residuals"] = [twice.step(0)], twice.residuals()
+    job = QuantizedJob()
+    results["thawed"] = []
+    for step, trains in enumerate((True, False, True)):
+        job.model.get_parameter("first.a").requires_grad_(trains)
+        results["thawed"].append(job.step(step))
+    results["thawed residuals"] = job.residuals()
     return results
 
 

@@ -5,8 +5,15 @@ import itertools
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import gradzip
@@ -39,13 +46,41 @@ class Net(torch.nn.Module):
         self.head = torch.nn.Linear(40, 33)
         if ties:
             self.head.weight = self.embedding.weight
-        self.checkpoints = checkpoints
+        self.checkpoints, self.runs = checkpoints, 1
 
     def forward(self, tokens):
         x = self.embedding(tokens)
+        for _ in range(self.runs):
+            x = checkpoint(self.run, x, use_reentrant=False) if self.runs > 1 else self.run(x)
+        return self.head(x)
+
+    def run(self, x):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
-        return self.head(x)
+        return x
+
+    def generate(self, tokens):
+        return Net.forward(self, tokens)
+
+
+class Encoded(torch.Tensor):
+    """As the parameters of float8 training."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        encoded = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        encoded.inner = inner
+        return encoded
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        arguments, options = tree_map_only(cls, lambda encoded: encoded.inner, (arguments, options or {}))
+        return tree_map_only(torch.Tensor, cls, function(*arguments, **options))
+
+    def fsdp_pre_all_gather(self, *arguments):
+        raise NotImplementedError
+
+    fsdp_post_all_gather = fsdp_pre_all_gather
 
 
 def batch(rank, step):
@@ -128,11 +163,13 @@ def watch(model):
 
 
 def trained(
-    spec, exempt=(), keep=False, reference=None, mesh=None, evaluates=False, resumes=False, prepare=None, **options
-):
+    spec, exempt=(), keep=False, reference=None, mesh=None, evaluates=False, resumes=False, prepare=None, infers=False,
+    **options,
+):  # fmt: skip
     """Train for some steps. Returns weights that were seen in the last one, parameters after each, and bytes sent.
 
     evaluates: after each step. resumes: before the last step, in another model. prepare: is called with the model.
+    infers: before the last step, in inference mode, with a state that has just been loaded.
     """
     model = sharded(mesh, **options)
     if prepare:
@@ -143,8 +180,14 @@ def trained(
     set_up = gradzip.fsdp.quantize(model, gather=method, keep=keep, reference=reference)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     seen = watch(model)
-    parameters, sent = [], [0]
+    parameters, sent, kept = [], [0], []
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    gathers = [state._fsdp_param_group._all_gather_comm for state in states if state._fsdp_param_group]
     for step in range(STEPS):
+        if infers and step == STEPS - 1:
+            set_up.load_state_dict(set_up.state_dict())
+            with torch.inference_mode():
+                model(batch(0, 0)[:, :-1])
         if resumes and step == STEPS - 1:
             saved = set_up.state_dict(), {name: p.detach().clone() for name, p in model.state_dict().items()}
             model = sharded(mesh, **options)
@@ -154,7 +197,9 @@ def trained(
             optimizer, seen = torch.optim.SGD(model.parameters(), lr=RATE), watch(model)
         seen.clear()
         optimizer.zero_grad()
-        loss_of(model, dist.get_rank(), step).backward()
+        loss = loss_of(model, dist.get_rank(), step)
+        kept.append(sum(payload.nbytes for gather in gathers for payload in gather._kept or ()))
+        loss.backward()
         optimizer.step()
         parameters.append({name: p.full_tensor().detach().clone() for name, p in model.named_parameters()})
         sent.append(method.traffic.bytes_sent)
@@ -163,12 +208,10 @@ def trained(
                 model(batch(0, 0)[:, :-1])
     with torch.no_grad():
         model(batch(0, 0)[:, :-1])
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    gathers = [state._fsdp_param_group._all_gather_comm for state in states if state._fsdp_param_group]
     return {
         "modules": set_up.modules, "rounded": set_up.rounded, "exact": set_up.exact, "seen": list(seen),
         "parameters": parameters, "sent": [after - before for before, after in itertools.pairwise(sent)],
-        "kept": [gather._kept is not None for gather in gathers],
+        "kept": [gather._kept is not None for gather in gathers], "kept nbytes": kept,
         "numels": {gather._gathered.name: gather._gathered.numels for gather in gathers},
     }  # fmt: skip
 
@@ -201,6 +244,10 @@ def training():
         "prefetch": trained(SPECS[0], mesh=whole, prepare=prefetch),
         "keep, prefetch": trained(SPECS[0], keep=True, mesh=whole, prepare=prefetch),
         "delta, prefetch": trained(SPECS[1], reference="delta", mesh=whole, prepare=prefetch),
+        "number": trained(SPECS[0], mesh=whole, reshard_after_forward=2),
+        "keep, number": trained(SPECS[0], keep=True, mesh=whole, reshard_after_forward=2),
+        "delta, number": trained(SPECS[1], reference="delta", mesh=whole, reshard_after_forward=2),
+        "delta, inferred": trained(SPECS[1], reference="delta", mesh=whole, infers=True),
         "one shard": trained(SPECS[0], mesh=mesh(1)["shard"]),
     }
 
@@ -227,14 +274,14 @@ def agreement():
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     seen, results = watch(model), {}
 
-    def forward(name, evaluates=False):
+    def forward(name, evaluates=False, call=model):
         seen.clear()
         model.reshard()  # FSDP leaves the root's parameters whole after a forward pass
         parameters, sent = {}, method.traffic.bytes_sent
         for parameter, p in model.named_parameters():
             parameters[parameter] = p.full_tensor().detach().clone()
         with torch.set_grad_enabled(not evaluates):
-            loss = loss_of(model, rank, 0)
+            loss = loss_of(call, rank, 0)
         weights = {layer: weight for _, layer, weight in seen}
         results[name] = {"sent": method.traffic.bytes_sent - sent, "seen": weights, "parameters": parameters}
         if evaluates:
@@ -271,7 +318,91 @@ def agreement():
     forward("frozen again").backward()
     scale(1.1 if rank == 0 else 1.0, model.blocks[1].parameters() if rank == 0 else ())
     forward("frozen, written by one rank").backward()
+    register_fsdp_forward_method(model, "generate")
+    for name in ("method", "method again"):
+        scale(0.9, model.parameters())
+        forward(name, evaluates=True, call=model.generate)
+    forward("method once more", evaluates=True, call=model.generate)
+
+    def unsharded(tokens):
+        for module in (model, *model.blocks):
+            module.unshard()
+        return model(tokens)
+
+    for name in ("unsharded", "unsharded again"):
+        scale(0.9, model.parameters())
+        forward(name, evaluates=True, call=unsharded)
     return results
+
+
+@scenario
+def loaded():
+    """Weights of an evaluation: those of a checkpoint, and others that were loaded after the references."""
+    whole, tokens = mesh()["shard"], batch(0, 0)[:, :-1]
+    results, saved = {}, None
+    for name, factor in [("saved", 1.0), ("same", 1.0), ("others", 0.5)]:
+        model = sharded(whole)
+        set_up = gradzip.fsdp.quantize(model, gather=gradzip.parse(SPECS[1]), reference="delta")
+        if saved:
+            set_up.load_state_dict(saved[0])
+            model.load_state_dict({name: factor * p for name, p in saved[1].items()})
+        else:
+            loss_of(model, dist.get_rank(), 0).backward()
+            torch.optim.SGD(model.parameters(), lr=RATE).step()
+            with torch.no_grad():
+                model(tokens)
+            saved = set_up.state_dict(), {name: p.detach().clone() for name, p in model.state_dict().items()}
+        seen = watch(model)
+        with torch.no_grad():
+            model.reshard()
+            model(tokens)
+        parameters = {name: p.full_tensor().detach() for name, p in saved[1].items()}
+        results[name] = {layer: weight for _, layer, weight in seen}, parameters
+    return results
+
+
+@scenario
+def checkpoints_twice():
+    """Blocks that run twice in a forward pass, and again, checkpointed, in the backward pass: weights of a step."""
+    results = {}
+    for name, options in [("", {}), ("keep", {"keep": True}), ("delta", {"reference": "delta"})]:
+        model = sharded(mesh()["shard"])
+        gradzip.fsdp.quantize(model, gather=gradzip.parse(SPECS[1]), **options)
+        model.runs = 2
+        optimizer, seen = torch.optim.SGD(model.parameters(), lr=RATE), watch(model)
+        for step in range(2):
+            seen.clear()
+            optimizer.zero_grad()
+            loss_of(model, dist.get_rank(), step).backward()
+            optimizer.step()
+        results[name] = list(seen)
+    return results
+
+
+@scenario
+def local_steps():
+    """Sites of two shards, whose differences are exchanged after each second step: weights of evaluations, parameters.
+
+    Exchanges write parameters, also where no gradients have been reduced since.
+    """
+    sites, results = mesh(2), []
+    model = sharded(sites["shard"])
+    gradzip.fsdp.quantize(model, gather=gradzip.parse(SPECS[0]), reduce=gradzip.BlockFloat(bits=8), reference="delta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    outer = gradzip.outer.LocalSteps(model, optimizer, gradzip.BlockFloat(), every=2, group=sites["replicate"])
+    seen = watch(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, dist.get_rank(), step).backward()
+        optimizer.step()
+        model.reshard()
+        seen.clear()
+        with torch.no_grad():
+            model(batch(0, 0)[:, :-1])
+        model.reshard()
+        parameters = {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+        results.append(({layer: weight for _, layer, weight in seen}, parameters))
+    return results, outer.exchanges
 
 
 @scenario
@@ -295,6 +426,12 @@ def errors():
     mixed = Net()
     mixed.head.bfloat16()
     fully_shard(mixed, mesh=whole)
+    integers, encoded, twice = Net(), Net(), sharded(whole)
+    integers.table = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.int64), requires_grad=False)
+    encoded.head.weight = torch.nn.Parameter(Encoded(encoded.head.weight.detach()))
+    for model in (integers, encoded):
+        fully_shard(model, mesh=whole)
+    gradzip.fsdp.quantize(twice, gather=nearest)
     different = sharded(whole)
     gradzip.fsdp.quantize(different, gather=gradzip.BlockFloat(rounding="nearest", bits=4 + 4 * (rank % 2)))
     delta, plain = (gradzip.fsdp.quantize(sharded(whole), gather=nearest, reference=r) for r in ("delta", None))
@@ -305,7 +442,10 @@ def errors():
         "exempt": message(lambda: gradzip.fsdp.all_gather(gradzip.parse(SPECS[0]).exempt_modules(Net(), "embedding"))),
         "integers": message(lambda: gather(flat.repeat(dist.get_world_size()), flat, dist.group.WORLD)),
         "mixed": message(lambda: gradzip.fsdp.quantize(mixed, gather=nearest)),
-        "number": message(lambda: gradzip.fsdp.quantize(sharded(whole, reshard_after_forward=2), gather=nearest)),
+        "parameters of integers": message(lambda: gradzip.fsdp.quantize(integers, gather=nearest)),
+        "encoded": message(lambda: gradzip.fsdp.quantize(encoded, gather=nearest)),
+        "twice": message(lambda: gradzip.fsdp.quantize(twice, gather=nearest)),
+        "sharded twice": message(lambda: fully_shard(twice.blocks[0], mesh=whole)),
         "unsharded": message(lambda: gradzip.fsdp.quantize(Net(), gather=nearest)),
         "nothing": message(lambda: gradzip.fsdp.quantize(sharded(whole))),
         "keep": message(lambda: gradzip.fsdp.quantize(sharded(whole), reduce=gradzip.BlockFloat(), keep=True)),

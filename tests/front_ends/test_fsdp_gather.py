@@ -219,6 +219,10 @@ ALIKE = {
     "keep, prefetch": SPECS[0],
     "delta, prefetch": "delta",
     "delta, evaluated": "delta",
+    "number": SPECS[0],
+    "keep, number": SPECS[0],
+    "delta, number": "delta",
+    "delta, inferred": "delta",
     "delta, resumed": "delta",
     "delta, evaluated and resumed": "delta",
 }
@@ -252,6 +256,7 @@ def test_kept_weights_are_gathered_once(job):
         assert plain["sent"][1:] == [nbytes(plain, ["", *blocks, *blocks])] * (STEPS - 1)
         assert kept["sent"][1:] == [nbytes(kept, ["", *blocks])] * (STEPS - 1)
         assert not any(kept["kept"]), "after an evaluation"
+        assert kept["kept nbytes"] == [RANKS * nbytes(kept, blocks)] * STEPS
         assert results["keep and no reshard"]["sent"] == kept["sent"]
 
 
@@ -282,6 +287,11 @@ PASSES = {
     "frozen": ((), EVERY),
     "frozen again": (EVERY, UNFROZEN),  # the frozen one asks, about those that have gathered, too
     "frozen, written by one rank": (EVERY, EVERY),
+    "method": (("blocks.1",), EVERY),  # one of register_fsdp_forward_method, in which modules ask one by one
+    "method again": (EVERY, EVERY),
+    "method once more": (EVERY, ()),
+    "unsharded": (EVERY, EVERY),
+    "unsharded again": (EVERY, EVERY),
 }
 
 
@@ -303,9 +313,37 @@ def test_ranks_agree_on_when_to_gather_differences(job):
     assert (before != after).any() and (before == after).any()
 
 
+def test_others_than_the_saved_weights_are_found(job):
+    for results in job["loaded"]:
+        (saved, _), (same, _), (others, parameters) = (results[name] for name in ("saved", "same", "others"))
+        for layer, weight in saved.items():
+            assert torch.equal(same[layer], weight)
+            if layer != "head":  # a block has elements of the head and of the embedding, which are larger
+                assert (others[layer] - 0.5 * parameters[f"{layer}.weight"]).abs().max() < 0.1 * weight.abs().max()
+
+
+def test_blocks_that_run_twice_have_the_weights_of_their_forward_pass(job):
+    for results in job["checkpoints_twice"]:
+        for seen in results.values():
+            assert sum(name == "blocks.0.up" for _, name, _ in seen) >= 6  # twice, again twice, and backwards twice
+            first = {name: weight for _, name, weight in reversed(seen)}
+            assert all(torch.equal(weight, first[name]) for _, name, weight in seen)
+
+
 def test_one_shard_sends_nothing(job):
     for results in job["training"]:
         assert results["one shard"]["sent"] == [0] * STEPS
+
+
+def test_local_steps_of_sites_that_gather_differences(job):
+    first, _ = job["local_steps"][0]
+    for results, exchanges in job["local_steps"]:
+        assert exchanges == 2
+        for step, (seen, parameters) in enumerate(results):
+            for layer, weight in seen.items():
+                expected = parameters[f"{layer}.weight"]
+                assert (weight - expected).abs().max() < 0.02 * expected.abs().max()
+                assert step % 2 == 0 or torch.equal(expected, first[step][1][f"{layer}.weight"])  # on both sites
 
 
 def test_both_directions(job):
@@ -328,7 +366,10 @@ ERRORS = {
     "exempt": r"ValueError: all_gather: got a method with exempt parameters, expected none: gradzip.fsdp.quantize",
     "integers": r"TypeError: all_gather: got weights of torch.int32.*expected float32, bfloat16 or float16",
     "mixed": r"ValueError: quantize: got module '' with parameters of \['torch.bfloat16', 'torch.float32'\], expected",
-    "number": r"ValueError: quantize: got module 'blocks.0' with reshard_after_forward as a number of ranks, expected",
+    "parameters of integers": r"ValueError: quantize: got module '' with parameters of .*int64.*, expected float32,",
+    "encoded": r"ValueError: quantize: got module '' whose parameters encode themselves, expected plain ones",
+    "twice": r"ValueError: quantize: got module '', which is quantized already, expected one call",
+    "sharded twice": r"\w+Error: .*fully_shard",  # torch's
     "unsharded": r"ValueError: quantize: got a model without sharded modules, expected one after fully_shard",
     "nothing": r"ValueError: quantize: got no method for the all-gathers, expected one",
     "keep": r"ValueError: quantize: got no method for the all-gathers, expected one",
