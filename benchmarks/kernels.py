@@ -722,7 +722,7 @@ def blocks() -> Blocks:
     missed = [row for row in rows if any(met.startswith("MISSED") for met in goals[row["name"]])]
     count = sum(bool(met) for of_row in goals.values() for met in of_row)
     cells = [
-        [row["name"], f"{row['copies']:.1f}", of_row[0], f"{row['speedup']:.1f}", of_row[1]]
+        [row["name"], f"{row['copies']:.2f}", of_row[0], f"{row['speedup']:.1f}", of_row[1]]
         for row in missed
         for of_row in [goals[row["name"]]]
     ]

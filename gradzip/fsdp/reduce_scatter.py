@@ -263,13 +263,22 @@ class ReduceScatter:
         }  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load what `state` has returned. Without error feedback, the residual is dropped."""
-        self._calls, self._scale = state["calls"], state["scale"]
-        self.residual = None
+        """Load what `state` has returned. Without error feedback, the residual is dropped.
+
+        Raises:
+            ValueError: it is of other shards.
+        """
+        residual = None
         if self._feedback is not None and self._reduced is not None:
+            own, residual = self._reduced.numels, state["residual"]
+            numels = state.get("numels") or own  # none in a checkpoint of 0.3.0
+            expected = sum((numels | own)[name] for name in numels)
+            if residual is not None and residual.shape[1] != expected:
+                what = f"got a residual of {residual.shape[1]} elements for each rank, expected {expected}"
+                raise ValueError(f"{self._name}: {what}: load the state of this model, with the same mesh")
             self._feedback.former.pop(self, None)  # of a backward pass that has failed
-            self.residual = state["residual"]
-            self._numels = state.get("numels") or self._reduced.numels  # none in a checkpoint of 0.3.0
+            self._numels = numels
+        self._calls, self._scale, self.residual = state["calls"], state["scale"], residual
 
 
 def _mean_of_node(shards: Tensor, chunks: NodeChunks, engine: Engine) -> Tensor:

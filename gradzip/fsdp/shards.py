@@ -20,7 +20,6 @@ _GROUP_FIELDS = (
     "is_sharded_post_forward", "_all_gather_comm", "_reduce_scatter_comm",
 )  # fmt: skip
 _MODULE_FIELDS = ("_get_fsdp_state", "set_all_reduce_hook")
-_STATE_FIELDS = ("_state_ctx.iter_forward_root",)
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)  # dtypes in which weights can be gathered, rounded
 
@@ -36,7 +35,6 @@ def _groups_of(module: FSDPModule) -> list[Any]:
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
         groups = [state._fsdp_param_group] if groups is None else groups
-        operator.attrgetter(*_STATE_FIELDS)(state)
         found = [group for group in groups if group is not None]
         for group in found:
             operator.attrgetter("fsdp_params", "mesh_info.replicate_mesh_dim", *_GROUP_FIELDS)(group)
@@ -63,11 +61,6 @@ def sharded_modules(model: nn.Module) -> list[tuple[str, Any]]:
 def collectives_of(module: FSDPModule) -> list[Any]:
     """What gathers the parameters of a module, and what reduces their gradients."""
     return [one for group in _groups_of(module) for one in (group._all_gather_comm, group._reduce_scatter_comm)]
-
-
-def is_between_passes(module: Any) -> bool:
-    """Whether no forward pass of a model is in progress: before FSDP begins that of its outermost module, or after."""
-    return module._get_fsdp_state()._state_ctx.iter_forward_root is None
 
 
 def replicas_of(module: FSDPModule) -> dist.ProcessGroup | None:

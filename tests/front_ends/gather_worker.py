@@ -1,5 +1,6 @@
 """Scenarios for tests/front_ends/test_fsdp_gather.py, run by torchrun: FSDP2 that gathers rounded weights."""
 
+import contextlib
 import itertools
 
 import torch
@@ -332,6 +333,15 @@ def agreement():
     for name in ("unsharded", "unsharded again"):
         scale(0.9, model.parameters())
         forward(name, evaluates=True, call=unsharded)
+
+    def fail(*_):
+        raise ValueError
+
+    handle = model.head.register_forward_hook(fail if rank == 0 else lambda *_: None)
+    with contextlib.suppress(ValueError):
+        forward("fails on one rank", evaluates=True)
+    handle.remove()
+    forward("after that", evaluates=True)
     return results
 
 

@@ -292,6 +292,7 @@ PASSES = {
     "method once more": (EVERY, ()),
     "unsharded": (EVERY, EVERY),
     "unsharded again": (EVERY, EVERY),
+    "after that": (EVERY, ()),  # after a pass that has failed on one rank
 }
 
 

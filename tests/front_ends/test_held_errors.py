@@ -33,6 +33,7 @@ REMADE = kinds.examples(lambda compressor: compressor.keeps_residual and compres
 HELD += [f"{spec}@{kind}" for spec in REMADE for kind in ("bfloat16", "channels_last")]
 SCATTERED = [spec for spec in kinds.with_other_exchanges(REMADE) if "scatter_reduce" in spec]
 HELD += [spec for spec in (*SCATTERED, *REMADE) if spec not in HELD]
+HELD += ["topk:select=sampled,residual_decay=0.9"]
 LOW_RANK = [spec for spec in HELD if "acpsgd" in spec or "powersgd" in spec]
 MOMENTA = [spec for spec in HELD if spec.startswith("momentum")]
 FIELDS = ("residual", "momentum", "velocity")  # that a step overwrites where they are

@@ -416,10 +416,11 @@ class Compressor(ABC):
     def decay_residuals(self, group: Group, number: Tensor | None = None) -> Routine:
         """Coroutine: multiply the residuals that the step has left by `residual_decay`, in place.
 
-        number: if it is not finite, the residuals stay as they are.
+        number: if it is not finite, the residuals stay as they are. None: those that the step has not replaced do.
         """
-        own = group.state.residual, getattr(group.state, "owner_residual", None)
-        residuals = [x for x in own if x is not None]
+        fields, before = vars(group.state), group.before or {}
+        own = [(fields.get(name), before.get(name)) for name in ("residual", "owner_residual")]
+        residuals = [x for x, former in own if x is not None and (number is not None or x is not former)]
         if residuals:
             yield Local(self._decay_all, group.device, (residuals, number))
 

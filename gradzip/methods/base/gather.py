@@ -192,7 +192,7 @@ class GatherCompressor(Compressor):
         """Coroutine: the average of the payloads of all ranks, for `reduce` to return."""
         if group.on_device:
             finite = all_finite(payloads)
-            if not finite or (group.commits_late and not group.numbers):  # the host has read it
+            if not finite or (group.may_hold and not group.numbers):  # the host has read it
                 group.numbers.append(torch.full((1,), 0.0 if finite else math.nan, device=group.device))
             return Undecoded(payloads if finite else ())
         flat = self.new_average(group.numel, group.device)
@@ -470,7 +470,7 @@ class GatherCompressor(Compressor):
         flat = torch.empty(group.numel, dtype=torch.float32, device=group.device)
         if not all_finite(opened):
             return Average(group.pieces(flat.fill_(math.nan)), math.nan)
-        yield from self._decode_partitions(opened, group, group.pieces(flat))
+        self._sum_all([CodedSum(_views(flat, of), [payload], 1.0) for payload, of in zip(opened, partitions)])
         return (yield from self.with_max_abs(group, flat))
 
     def _decode_partitions(self, payloads: Sequence[ops.Payload], group: Group, outs: Sequence[Tensor]) -> Routine:
