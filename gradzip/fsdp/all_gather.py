@@ -18,7 +18,7 @@ from ..methods.base.compressor import Compressor
 from ..methods.block_float import BlockFloat
 from ..ops import tensors as ops
 from .connections import Connections
-from .shards import FLOATING, Gathered
+from .shards import FLOATING, Gathered, begins_pass
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 
@@ -66,7 +66,7 @@ class Passes:
     def begin_forward(self, module: Any, *_: object) -> None:
         """A hook of each module's forward pass, before FSDP's."""
         self.trains = torch.is_grad_enabled()
-        if self._outermost is None:
+        if begins_pass(module):
             self._outermost = module
             self._forget()
 

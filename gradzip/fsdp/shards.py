@@ -19,6 +19,7 @@ _GROUP_FIELDS = (
     "mp_policy", "offload_policy", "_training_state", "_reshard_after_forward", "_use_post_forward_mesh",
     "is_sharded_post_forward", "_all_gather_comm", "_reduce_scatter_comm",
 )  # fmt: skip
+_STATE_FIELDS = ("_state_ctx.iter_forward_root",)
 _MODULE_FIELDS = ("_get_fsdp_state", "set_all_reduce_hook")
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)  # dtypes in which weights can be gathered, rounded
@@ -35,6 +36,7 @@ def _groups_of(module: FSDPModule) -> list[Any]:
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
         groups = [state._fsdp_param_group] if groups is None else groups
+        operator.attrgetter(*_STATE_FIELDS)(state)
         found = [group for group in groups if group is not None]
         for group in found:
             operator.attrgetter("fsdp_params", "mesh_info.replicate_mesh_dim", *_GROUP_FIELDS)(group)
@@ -61,6 +63,15 @@ def sharded_modules(model: nn.Module) -> list[tuple[str, Any]]:
 def collectives_of(module: FSDPModule) -> list[Any]:
     """What gathers the parameters of a module, and what reduces their gradients."""
     return [one for group in _groups_of(module) for one in (group._all_gather_comm, group._reduce_scatter_comm)]
+
+
+def begins_pass(module: Any) -> bool:
+    """Whether a module, whose forward pass is to begin, is the outermost one of a pass.
+
+    Where a pass has failed, FSDP takes it for one in progress until its outermost module has run again.
+    """
+    state = module._get_fsdp_state()
+    return state._state_ctx.iter_forward_root in (None, state)
 
 
 def replicas_of(module: FSDPModule) -> dist.ProcessGroup | None:
