@@ -836,10 +836,11 @@ def remakes(compressor):
 
 @pytest.mark.parametrize("spec", ["block-float", "topk", "fft-range", "dct-range"])
 def test_error_feedback_takes_no_memory_in_a_step(spec):
-    """It takes no more than a step in which the rank's own error is thrown away."""
+    """It takes what a step takes in which the rank's own error is thrown away; with blocks, no more than that."""
     without = "owner" if spec == "block-float" else "False"
     found = memory.count(gradzip.parse(spec)).in_step
-    assert found <= memory.count(gradzip.parse(f"{spec}:error_feedback={without}")).in_step + 5e-3
+    expected = memory.count(gradzip.parse(f"{spec}:error_feedback={without}")).in_step
+    assert found == pytest.approx(expected, abs=5e-3) or (spec == "block-float" and found < expected)
 
 
 @pytest.mark.parametrize("spec", [spec for spec in memory.specs() if remakes(gradzip.parse(spec))])
