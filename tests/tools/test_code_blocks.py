@@ -19,6 +19,7 @@ from benchmarks.common.results import RESULTS
 from code_blocks import PAGES, code_blocks, python_blocks
 from launch import horovodrun, torchrun
 from paths import ROOT
+from stored import strings
 
 COVERS = [
     "*.md", "docs/*.md", "docker/*.md", "recipes/*.md", "Makefile", "gradzip/**/*.py", "benchmarks/**/*.py",
@@ -152,23 +153,10 @@ def test_inline_commands_are_understood(page, code):
     check(words)
 
 
-def stored_commands(value):
-    """The commands that a file of results names."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if key in ("command", "commands") and isinstance(item, (str, list)):
-                yield from [item] if isinstance(item, str) else item
-            else:
-                yield from stored_commands(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from stored_commands(item)
-
-
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
 def test_commands_of_results_are_understood(file, tmp_path):
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)  # for --json
-    for command in dict.fromkeys(stored_commands(json.loads(file.read_text()))):
+    for command in dict.fromkeys(strings(json.loads(file.read_text()), ("command", "commands"))):
         assert command.startswith("python -m benchmarks."), command
         check(shlex.split(command))
 

@@ -12,6 +12,7 @@ from benchmarks.common.results import END, RESULTS
 from benchmarks.convergence import report as convergence
 from benchmarks.training import report as training
 from paths import ROOT
+from stored import strings
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARK = re.compile(r"<!-- tables? ?[^:\n]*: python -m (benchmarks[\w.]*) --write -->\n\n")
@@ -91,19 +92,6 @@ def test_the_page_of_evidence_names_the_largest_of_what_was_measured():
     assert f"more than {training} ranks that train, more than {averaging} that average" in text
 
 
-def commits(value):
-    """All commits that a file of results names."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if key in ("commit", "methods_commit", "commits"):
-                yield from [item] if isinstance(item, str) else item
-            else:
-                yield from commits(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from commits(item)
-
-
 def is_commit(name):
     """Whether the history of HEAD has it: commits that a rebase left behind are in no clone."""
     done = subprocess.run(["git", "merge-base", "--is-ancestor", name, "HEAD"], cwd=ROOT, capture_output=True)
@@ -120,7 +108,7 @@ def test_commits_of_results_exist():
     named = {
         (path.name, commit.removesuffix("-dirty").removeprefix("before "))
         for path in RESULTS.glob("*.json")
-        for commit in commits(json.loads(path.read_text()))
+        for commit in strings(json.loads(path.read_text()), ("commit", "methods_commit", "commits"))
     }
     unknown = {(name, commit) for name, commit in named if not is_commit(commit)}
     if unknown == named:
