@@ -173,7 +173,8 @@ class Compressed(Training):
             times_fewer = self.record.parameters * self.steps / sent
         lost = [fmean(layer.lost) for layer in self.layers.values() if layer.lost]
         return {
-            "score": round(self.record.scores[-1], 2), "digest": self.record.digest,
+            "score": None if self.record.diverged is not None else round(self.record.scores[-1], 2),
+            "diverged": self.record.diverged, "digest": self.record.digest,
             "times_fewer": round(times_fewer, 2), "lost": [round(min(lost), 3), round(max(lost), 3)] if lost else [],
         }  # fmt: skip
 
@@ -197,6 +198,14 @@ def measure(args: argparse.Namespace, rows: Rows, command: str) -> None:
         write_json(args.json, {"rows": rows})
 
 
+def scores(row: dict[str, Any], none: float | None) -> tuple[str, str]:
+    """The accuracy, and its difference from that of no compression."""
+    if row["score"] is None:
+        return f"diverged at step {row['diverged']}", ""
+    without = none is None or row["variant"] == "none"
+    return f"{row['score']:.2f}", "" if without else f"{row['score'] - none:+.2f}".replace("-", "−")
+
+
 def tables(rows: Rows) -> Iterator[str]:
     about, none = rows[0], next((row["score"] for row in rows if row["variant"] == "none"), None)
     yield (
@@ -207,8 +216,7 @@ def tables(rows: Rows) -> Iterator[str]:
     cells = [
         [
             row["variant"], f"{row['times_fewer']:.3g}", "–".join(f"{share:.2f}" for share in row["lost"]),
-            f"{row['score']:.2f}",
-            "" if none is None or row["variant"] == "none" else f"{row['score'] - none:+.2f}".replace("-", "−"),
+            *scores(row, none),
         ]
         for row in sorted(rows, key=lambda row: [*VARIANTS].index(row["variant"]))
     ]  # fmt: skip
