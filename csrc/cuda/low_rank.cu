@@ -71,11 +71,11 @@ struct ProjectLaunch {
       sums[table.count] = cut.parts > 1 ? cut.tiles * cut.parts * kLowRankTile * padded : 0;
       partials += sums[table.count];
       table.entries[table.count++] = {x,
-                                      {q, transpose ? rows : columns, rank, first, int(ranks)},
+                                      {q, transpose ? rows : columns, int(rank), int(first), int(ranks)},
                                       out,
                                       nullptr,
                                       nullptr,
-                                      int32_t(cut.parts),
+                                      uint32_t(cut.parts),
                                       uint32_t(blocks)};
       blocks += cut.tiles * cut.parts;
       if (cut.parts > 1) tickets += cut.tiles;

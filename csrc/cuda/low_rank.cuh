@@ -16,6 +16,11 @@ constexpr int kLowRankStride = kLowRankQuads + 1;  // float4s: neighbouring rows
 constexpr int kLowRankMost = 64;  // largest rank of one launch
 constexpr int kLowRankBatch = 32;  // matrices whose table fits the 4 KB of kernel arguments
 
+GZ_DEVICE float sum_of(float a, float b) { return a + b; }
+GZ_DEVICE float4 sum_of(const float4& a, const float4& b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
 // The gradient as products read it: m, or e after e += m.
 struct Gradient {
   const float* m;
@@ -24,37 +29,53 @@ struct Gradient {
   bool wide;  // rows of both start at multiples of 16 bytes
 };
 
-GZ_DEVICE void stage_gradient(const Gradient& x, int64_t row, int64_t column, float4* tile) {
-  constexpr int kPer = kLowRankTile * kLowRankQuads / kBlock, kRows = kBlock / kLowRankQuads;
-  const int y = int(threadIdx.x) / kLowRankQuads, quad = int(threadIdx.x) % kLowRankQuads;
-  row += y, column += 4 * quad;
-  // As 32-bit numbers: registers bound how many blocks run at a time.
-  const int rows = int(x.rows - row < kLowRankTile ? x.rows - row : kLowRankTile);
-  const int columns = int(x.columns - column < 4 ? x.columns - column : 4);
-  const int64_t at = row * x.columns + column, step = kRows * x.columns;
-  float4 value[kPer];
+// V is what a thread reads at a time: float4 if rows are wide, else float, so that no load is cut at the end of a row.
+// kTogether loads of m, and as many of e, are in flight: more would take more registers than four blocks have.
+template <class V, int kTogether>
+GZ_DEVICE void stage_rows(const Gradient& x, int64_t row, int64_t column, V* tile) {
+  constexpr int kWidth = int(sizeof(V) / sizeof(float)), kAcross = kLowRankTile / kWidth, kRows = kBlock / kAcross;
+  constexpr int kStride = 4 * kLowRankStride / kWidth;
+  const int y = int(threadIdx.x) / kAcross, across = int(threadIdx.x) % kAcross;
+  row += y, column += kWidth * across;
+  const int rows = column < x.columns ? int(x.rows - row < kLowRankTile ? x.rows - row : kLowRankTile) : 0;
+  const int64_t step = kRows / kWidth * x.columns;  // of V
+  const V* m = reinterpret_cast<const V*>(x.m + row * x.columns + column);
+  V* e = x.e ? reinterpret_cast<V*>(x.e + row * x.columns + column) : nullptr;
+  tile += y * kStride + across;
+#pragma unroll 1
+  for (int first = 0; first < kLowRankTile; first += kTogether * kRows) {
+    V value[kTogether];
 #pragma unroll
-  for (int u = 0; u < kPer; ++u) value[u] = load4(x.m + at + u * step, u * kRows < rows ? columns : 0, x.wide);
-  if (x.e) {
-    float4 sum[kPer];
+    for (int u = 0; u < kTogether; ++u) value[u] = first + u * kRows < rows ? m[u * step] : V{};
+    if (e) {
+      V old[kTogether];
 #pragma unroll
-    for (int u = 0; u < kPer; ++u) sum[u] = load4(x.e + at + u * step, u * kRows < rows ? columns : 0, x.wide);
+      for (int u = 0; u < kTogether; ++u) old[u] = first + u * kRows < rows ? e[u * step] : V{};
 #pragma unroll
-    for (int u = 0; u < kPer; ++u) {
-      value[u] =
-          make_float4(value[u].x + sum[u].x, value[u].y + sum[u].y, value[u].z + sum[u].z, value[u].w + sum[u].w);
-      store4(x.e + at + u * step, value[u], u * kRows < rows ? columns : 0, x.wide);
+      for (int u = 0; u < kTogether; ++u) {
+        value[u] = sum_of(value[u], old[u]);
+        if (first + u * kRows < rows) e[u * step] = value[u];
+      }
+      e += kTogether * step;
     }
-  }
+    m += kTogether * step;
 #pragma unroll
-  for (int u = 0; u < kPer; ++u) tile[(y + u * kRows) * kLowRankStride + quad] = value[u];
+    for (int u = 0; u < kTogether; ++u) tile[(first + u * kRows) * kStride] = value[u];
+  }
+}
+
+GZ_DEVICE void stage_gradient(const Gradient& x, int64_t row, int64_t column, float4* tile) {
+  if (x.wide)
+    stage_rows<float4, 4>(x, row, column, tile);
+  else
+    stage_rows<float, 2>(x, row, column, reinterpret_cast<float*>(tile));
 }
 
 // A factor of the gradient, (length, rank), of which one launch takes `count` <= kLowRankMost columns from `first` on.
 struct Factor {
   const float* data;
-  int64_t length, rank, first;
-  int count;
+  int64_t length;
+  int rank, first, count;
 };
 
 // Rows [begin, begin + kLowRankTile) of a factor, R columns; zeros outside.
@@ -63,7 +84,7 @@ GZ_DEVICE void stage_factor(const Factor& q, int64_t begin, float* tile) {
   for (int at = int(threadIdx.x); at < kLowRankTile * R; at += kBlock) {
     const int64_t i = begin + at / R;
     const int k = at % R;
-    tile[at] = i < q.length && k < q.count ? __ldg(q.data + i * q.rank + q.first + k) : 0.0f;
+    tile[at] = i < q.length && k < q.count ? __ldg(q.data + i * q.rank + (q.first + k)) : 0.0f;
   }
 }
 
@@ -100,8 +121,7 @@ struct ProjectEntry {
   Factor q;
   float *out, *partial;
   uint32_t* tickets;
-  int32_t parts;
-  uint32_t first_block;
+  uint32_t parts, first_block;
 };
 struct ProjectTable {
   int32_t count;
@@ -121,12 +141,12 @@ __global__ void __launch_bounds__(kBlock, R < 64 ? 4 : 3) project_kernel(Project
   const ProjectEntry entry = table.entries[entry_of_block(table)];
   const Gradient& x = entry.x;
   const Factor& q = entry.q;
-  const int parts = entry.parts;
+  const unsigned parts = entry.parts;
   const unsigned block = blockIdx.x - entry.first_block;
   float *out = entry.out, *partial = entry.partial;
   uint32_t* tickets = entry.tickets;
-  const int64_t output = block / unsigned(parts) * int64_t(kLowRankTile);
-  const int part = int(block % unsigned(parts));
+  const int64_t output = block / parts * int64_t(kLowRankTile);
+  const unsigned part = block % parts;
   const int64_t tiles = (q.length + kLowRankTile - 1) / kLowRankTile;
   const int o = int(threadIdx.x) % kOutputs, group = int(threadIdx.x) / kOutputs % Share::kGroups;
   const int slice = int(threadIdx.x) / kOutputs / Share::kGroups;
@@ -177,7 +197,7 @@ __global__ void __launch_bounds__(kBlock, R < 64 ? 4 : 3) project_kernel(Project
       flat[(slice * kLowRankTile + o + a * kOutputs) * Share::kStride + group * K + k] = acc[a][k];
   __syncthreads();
   const int64_t outputs = kTranspose ? x.columns : x.rows;
-  partial += block / unsigned(parts) * int64_t(parts) * (kLowRankTile * R);
+  partial += block / parts * int64_t(parts) * (kLowRankTile * R);
   for (int at = int(threadIdx.x); at < kLowRankTile * R; at += kBlock) {
     const int i = at / R, k = at % R;
     float sum = 0.0f;
@@ -188,13 +208,13 @@ __global__ void __launch_bounds__(kBlock, R < 64 ? 4 : 3) project_kernel(Project
     else if (output + i < outputs && k < q.count)
       out[(output + i) * q.rank + q.first + k] = sum;
   }
-  if (parts == 1 || !last_block(tickets + block / unsigned(parts), unsigned(parts))) return;
+  if (parts == 1 || !last_block(tickets + block / parts, parts)) return;
   for (int at = int(threadIdx.x); at < kLowRankTile * R; at += kBlock) {
     const int i = at / R, k = at % R;
     if (output + i >= outputs || k >= q.count) continue;
     float sum = 0.0f;
 #pragma unroll 4
-    for (int p = 0; p < parts; ++p) sum += partial[p * (kLowRankTile * R) + at];
+    for (unsigned p = 0; p < parts; ++p) sum += partial[p * (kLowRankTile * R) + at];
     out[(output + i) * q.rank + q.first + k] = sum;
   }
 }

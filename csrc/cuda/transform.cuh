@@ -35,7 +35,7 @@ template <class T>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     transform_kernel(TransformLayout t, const float* x, float* coefficients) {
   T tile(t);
-  for (int64_t i = blockIdx.x; i < t.tiles; i += gridDim.x) {
+  for (unsigned i = blockIdx.x; i < t.tiles; i += gridDim.x) {
     tile.open(i);
     tile.load(x + t.begin(i));
     tile.forward();
@@ -52,7 +52,7 @@ template <class T>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     transform_inverse_kernel(TransformLayout t, const float* coefficients, float* x) {
   T tile(t);
-  for (int64_t i = blockIdx.x; i < t.tiles; i += gridDim.x) {
+  for (unsigned i = blockIdx.x; i < t.tiles; i += gridDim.x) {
     tile.open(i);
     const float* from = coefficients + t.begin(i);
     tile.for_each_group([&](int v, float& re, float& im) {
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) transform_rank_kernel
   const int copy = lane() % T::kCopies, none = kZeros + lane();
   const float scale = s.scale();
   T tile(s.t);
-  for (int64_t i = blockIdx.x; i < s.t.tiles; i += gridDim.x) {
+  for (unsigned i = blockIdx.x; i < s.t.tiles; i += gridDim.x) {
     tile.open(i);
     tile.load(s.x + s.t.begin(i));
     tile.forward();
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) transform_collect_ker
   // are all or none among those that count, are in the lowest bin, with the k-th largest or below it.
   const uint32_t low = s.state->select.prefix, first = done ? 0x80000000u : low, past = Digit::kBins + uint32_t(lane());
   T tile(s.t);
-  for (int64_t i = blockIdx.x; i < s.t.tiles; i += gridDim.x) {
+  for (unsigned i = blockIdx.x; i < s.t.tiles; i += gridDim.x) {
     tile.open(i);
     tile.load(s.x + s.t.begin(i));
     tile.forward();
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) transform_collect_ker
     const uint32_t total = rank_words<T::kVotes, T::kThreads>(votes, [&](int v) { return votes[v].word; });
     if (threadIdx.x == 0) s.tiles[i].candidates = total;
     __syncthreads();
-    uint32_t* marks = s.marks + i * (tile.tile_groups() / 32);
+    uint32_t* marks = s.marks + int64_t(i) * (tile.tile_groups() / 32);
     for (int w = int(threadIdx.x); 32 * w < tile.groups; w += T::kThreads) marks[w] = tile.bitmap_word(votes, w);
     float* list = s.list(i);
     tile.for_each_group([&](int v, float re, float im) {
@@ -257,11 +257,11 @@ __global__ void __launch_bounds__(kEmitBlock) transform_emit_kernel(Batch<Transf
   const int tile_groups = int(t.tile_groups());
   const float scale = s.scale();
   const uint32_t threshold = magnitude(s.selection->threshold);
-  for (int64_t i = blockIdx.x; i < t.tiles; i += gridDim.x) {
+  for (unsigned i = blockIdx.x; i < t.tiles; i += gridDim.x) {
     const int groups = int(t.groups_of(t.count(i)));
     const SelectedTile tile = s.tiles[i];
     const float* list = s.list(i);
-    const uint32_t* from = s.marks + i * (tile_groups / 32);
+    const uint32_t* from = s.marks + int64_t(i) * (tile_groups / 32);
     rank_words<kTileWords, kEmitBlock>(marks, [&](int w) { return 32 * w < groups ? from[w] : 0; });
     for (uint32_t c = threadIdx.x; c - uint32_t(lane()) < tile.candidates; c += kEmitBlock) {
       const bool inside = c < tile.candidates;
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kEmitBlock) transform_emit_kernel(Batch<Transf
       const uint32_t first = marks[w].before / 32, skip = marks[w].before % 32;
       uint32_t bits = marks[w].word ? kept[first].word >> skip : 0;
       if (skip && first + 1 < kTileWords) bits |= kept[first + 1].word << (32 - skip);
-      store_word(s.bitmap + i * (tile_groups / 8), w, groups, deposit(bits, marks[w].word));
+      store_word(s.bitmap + int64_t(i) * (tile_groups / 8), w, groups, deposit(bits, marks[w].word));
     }
   }
 }
@@ -384,12 +384,12 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   }
   __shared__ RankedWord votes[T::kVotes];
   T tile(t);
-  for (int64_t i = blockIdx.x; i < t.tiles; i += gridDim.x) {
+  for (unsigned i = blockIdx.x; i < t.tiles; i += gridDim.x) {
     tile.open(i);
     tile.clear();
     for (int c = sum.first; c < sum.first + sum.parts; ++c) {
       const TransformPart& part = table.of[c];
-      const uint8_t* bitmap = part.bitmap + i * (tile.tile_groups() / 8);
+      const uint8_t* bitmap = part.bitmap + int64_t(i) * (tile.tile_groups() / 8);
       const uint32_t many = rank_words<T::kVotes, T::kThreads>(votes, [&](int v) { return tile.vote_of(bitmap, v); });
       const RangeFloat format = scratch.formats[c];
       const CodeStream codes(part.packed, part.packed_nbytes, format.bits,

@@ -35,32 +35,39 @@ struct Tile {
   static constexpr int kCopies = 1, kWindow = 1536;  // what fits 48 KiB
 
   const TransformLayout& t;
-  int length, rows, row_bits, pitch;
+  int &row_bits, &pitch;  // in shared memory, to save registers
   float* z;
   uint16_t* planes;  // where the plane of each coefficient begins
 
   // Of the tile that `open` has chosen: the elements after the last whole row are another row, which is not transformed.
   int count, whole, groups;
 
+  struct Shape {
+    int row_bits, pitch;  // log2 of the rows; between planes
+  };
+  GZ_DEVICE static Shape& shape() {
+    __shared__ Shape one;
+    return one;
+  }
+
   // All threads of a block make one.
-  GZ_DEVICE explicit Tile(const TransformLayout& layout) : t(layout) {
+  GZ_DEVICE explicit Tile(const TransformLayout& layout) : t(layout), row_bits(shape().row_bits), pitch(shape().pitch) {
     __shared__ float room[kTileRoom];
     __shared__ uint16_t at[kMostFourier];
-    length = t.length;
-    rows = int(t.tile) / length;
-    row_bits = 31 - __clz(rows);
-    pitch = rows + (length < kLanes ? (length + kLanes - 1) / length : 1);
+    const int length = t.length, rows = int(t.tile) / length;
+    const int spread = rows + (length < kLanes ? (length + kLanes - 1) / length : 1);
+    if (threadIdx.x == 0) row_bits = 31 - __clz(rows), pitch = spread;
     z = room;
     planes = at;
     for (int p = int(threadIdx.x); p < length; p += kTransformBlock) {
       const int slot = coefficient_slot(t, p);
-      at[p] = uint16_t(pitch * (t.uses_fourier() ? 2 * bit_reversed(slot / 2, length / 2) + slot % 2 : slot));
+      at[p] = uint16_t(spread * (t.uses_fourier() ? 2 * bit_reversed(slot / 2, length / 2) + slot % 2 : slot));
     }
   }
 
   GZ_DEVICE void open(int64_t tile) {
     count = int(t.count(tile));
-    whole = count / length;
+    whole = count / t.length;
     groups = int(t.groups_of(count));
     __syncthreads();  // nobody reads the last tile
   }
@@ -75,7 +82,7 @@ struct Tile {
   // f(j, i, place of element i) for the elements of this thread, j < kElementsPerThread; a last pair is whole.
   template <class F>
   GZ_DEVICE void for_each_element(F f) const {
-    const int rows_on = kTransformBlock / length, elements_on = kTransformBlock % length;
+    const int length = t.length, rows_on = kTransformBlock / length, elements_on = kTransformBlock % length;
     int row = int(threadIdx.x) / length, e = int(threadIdx.x) % length;
 #pragma unroll
     for (int j = 0; j < kElementsPerThread; ++j) {
@@ -91,7 +98,7 @@ struct Tile {
   // coefficients. Whole warps call f, with i >= groups too, and have 32 neighbours.
   template <class F>
   GZ_DEVICE void for_each_place(F f) const {
-    const int group = t.group, in_rows = whole * (length / group);
+    const int group = t.group, in_rows = whole * (t.length / group);
     const int planes_on = whole ? kTransformBlock / whole : 0, rows_on = whole ? kTransformBlock % whole : 0;
     int p = whole ? int(threadIdx.x) / whole : 0, row = whole ? int(threadIdx.x) % whole : 0;
     for (int i = int(threadIdx.x); i - lane() < groups; i += kTransformBlock) {
@@ -144,14 +151,14 @@ struct Tile {
   }
 
   GZ_DEVICE void clear() const {
-    for (int j = int(threadIdx.x); j < length * pitch; j += kThreads) z[j] = 0.0f;
+    for (int j = int(threadIdx.x); j < t.length * pitch; j += kThreads) z[j] = 0.0f;
   }
 
   // f(task, row) for tasks [0, tasks) of each row: neighbouring threads have the same task.
   template <class F>
   GZ_DEVICE void for_each_task(int tasks, F f) const {
     for (int i = int(threadIdx.x); i < tasks << row_bits; i += kTransformBlock)
-      if ((i & (rows - 1)) < whole) f(i >> row_bits, i & (rows - 1));
+      if (const int row = i & ((1 << row_bits) - 1); row < whole) f(i >> row_bits, row);
   }
 
   // --- the transforms; between passes, each followed by a barrier, a thread has everything in registers
@@ -162,7 +169,7 @@ struct Tile {
   GZ_DEVICE void fourier_pass(int step_bits) const {
     constexpr int kMany = 1 << kStages;
     const int apart = 2 * pitch << step_bits;
-    for_each_task(length / 2 / kMany, [&](int task, int row) {
+    for_each_task(t.length / 2 / kMany, [&](int task, int row) {
       const int block = task >> step_bits, low = task & ((1 << step_bits) - 1);
       float* at = z + 2 * pitch * ((block << (step_bits + kStages)) + low) + row;
       float v[kMany][2];
@@ -191,9 +198,9 @@ struct Tile {
   // numbers with the same highest bit set are the negatives of each other, and even ones are below the middle.
   template <bool kInverse>
   GZ_DEVICE void untangle_pass() const {
-    const float unit = unit_factor(length), half = half_factor(length);
+    const float unit = unit_factor(t.length), half = half_factor(t.length);
     const bool long_dct = t.long_dct();
-    for_each_task(length / 4, [&](int task, int row) {
+    for_each_task(t.length / 4, [&](int task, int row) {
       const int k = 2 * task, mate = k ? 3 * (1 << (31 - __clz(k))) - 1 - k : 1;
       float *at_a = z + 2 * pitch * k + row, *at_b = z + 2 * pitch * mate + row;
       float a[2] = {at_a[0], at_a[pitch]}, b[2] = {at_b[0], at_b[pitch]};
@@ -219,14 +226,14 @@ struct Tile {
 
   template <bool kInverse>
   GZ_DEVICE void separable() const {
-    int stride = kInverse ? 1 : length;
+    int stride = kInverse ? 1 : t.length;
 #pragma unroll 1
     for (int turn = 0; turn < 3; ++turn) {
       const int i = kInverse ? 2 - turn : turn;
       const int axis = i == 0 ? t.axes[0] : i == 1 ? t.axes[1] : t.axes[2];  // no array in local memory
       if (axis == 1) continue;
       if (!kInverse) stride /= axis;
-      for_each_task(length / axis, [&](int line, int row) {
+      for_each_task(t.length / axis, [&](int line, int row) {
         const int outer = line / stride, inner = line - outer * stride;
         dct_axis(z + pitch * (outer * axis * stride + inner) + row, stride * pitch, axis, kInverse);
       });
@@ -239,7 +246,7 @@ struct Tile {
   GZ_DEVICE void forward() const {
     __syncthreads();
     if (t.uses_fourier()) {
-      int stages = 30 - __clz(length);
+      int stages = 30 - __clz(t.length);
       for (; stages >= 3; stages -= 3) fourier_pass<3, false>(stages - 3);
       if (stages == 2) fourier_pass<2, false>(0);
       if (stages == 1) fourier_pass<1, false>(0);
@@ -253,7 +260,7 @@ struct Tile {
   GZ_DEVICE void inverse() const {
     __syncthreads();
     if (t.uses_fourier()) {
-      const int stages = 30 - __clz(length), first = stages % 3;
+      const int stages = 30 - __clz(t.length), first = stages % 3;
       untangle_pass<true>();
       if (first == 2) fourier_pass<2, true>(0);
       if (first == 1) fourier_pass<1, true>(0);

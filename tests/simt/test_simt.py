@@ -58,7 +58,7 @@ BROKEN = {
     "barrier after staging": ("low_rank", "low_rank.cuh", "stage_factor<R>(q, begin, factor);\n    __syncthreads();",
         None, "low_rank_project"),
     "parts in the order of arrival": ("low_rank", "low_rank.cuh",
-        "last_block(tickets + block / unsigned(parts), unsigned(parts))", "(!tickets || part != parts - 1)",
+        "last_block(tickets + block / parts, parts)", "(!tickets || part != parts - 1)",
         "low_rank_project"),
     "barrier between products": ("low_rank", "low_rank.cuh", "      }\n      __syncthreads();\n    }\n  }\n};", None,
         "low_rank_apply_average: [em]"),
