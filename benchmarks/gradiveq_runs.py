@@ -165,6 +165,8 @@ class Compressed(Training):
         return averages | {name: layer.average(averages[name]) for name, layer in self.layers.items()}
 
     def row(self) -> dict[str, Any]:
+        if self.record.diverged is not None:
+            return {"score": None, "diverged": self.record.diverged, "times_fewer": None, "lost": []}
         traffic = self.group.compressors[0].traffic
         times_fewer = traffic.wire_ratio(self.run.workers)
         if self.layers:
@@ -173,8 +175,7 @@ class Compressed(Training):
             times_fewer = self.record.parameters * self.steps / sent
         lost = [fmean(layer.lost) for layer in self.layers.values() if layer.lost]
         return {
-            "score": None if self.record.diverged is not None else round(self.record.scores[-1], 2),
-            "diverged": self.record.diverged, "digest": self.record.digest,
+            "score": round(self.record.scores[-1], 2), "digest": self.record.digest,
             "times_fewer": round(times_fewer, 2), "lost": [round(min(lost), 3), round(max(lost), 3)] if lost else [],
         }  # fmt: skip
 
@@ -198,14 +199,6 @@ def measure(args: argparse.Namespace, rows: Rows, command: str) -> None:
         write_json(args.json, {"rows": rows})
 
 
-def scores(row: dict[str, Any], none: float | None) -> tuple[str, str]:
-    """The accuracy, and its difference from that of no compression."""
-    if row["score"] is None:
-        return f"diverged at step {row['diverged']}", ""
-    without = none is None or row["variant"] == "none"
-    return f"{row['score']:.2f}", "" if without else f"{row['score'] - none:+.2f}".replace("-", "−")
-
-
 def tables(rows: Rows) -> Iterator[str]:
     about, none = rows[0], next((row["score"] for row in rows if row["variant"] == "none"), None)
     yield (
@@ -213,13 +206,14 @@ def tables(rows: Rows) -> Iterator[str]:
         f"{about['seed']} (`{FILE.name}`):"
     )
     yield ""
-    cells = [
-        [
-            row["variant"], f"{row['times_fewer']:.3g}", "–".join(f"{share:.2f}" for share in row["lost"]),
-            *scores(row, none),
-        ]
-        for row in sorted(rows, key=lambda row: [*VARIANTS].index(row["variant"]))
-    ]  # fmt: skip
+    cells = []
+    for row in sorted(rows, key=lambda row: [*VARIANTS].index(row["variant"])):
+        found = ["", "", f"diverges at step {row.get('diverged')}", ""]
+        if row["score"] is not None:
+            beyond = "" if none is None or row["variant"] == "none" else f"{row['score'] - none:+.2f}".replace("-", "−")
+            lost = "–".join(f"{share:.2f}" for share in row["lost"])
+            found = [f"{row['times_fewer']:.3g}", lost, f"{row['score']:.2f}", beyond]
+        cells.append([row["variant"], *found])
     header = ["bases of samples of", "times fewer bytes, 4 ranks", "energy lost, by layer", "test accuracy, %"]
     yield from markdown([*header, "− `none`, points"], cells)
 
