@@ -25,7 +25,7 @@ FILE = RESULTS / "cpu_memory.json"
 PAGE = ROOT / "docs" / "methods.md"
 START = "<!-- table: python -m benchmarks.cpu_memory --write -->\n\n"
 RANKS = 2
-SIDE, MATRICES = 1024, 24
+SIDE, MATRICES = 1024, 64
 NUMEL = SIDE * SIDE * MATRICES
 ALONE = ""  # in place of a method: DDP averages
 

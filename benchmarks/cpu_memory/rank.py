@@ -21,7 +21,7 @@ import gradzip
 import gradzip.ddp
 from benchmarks.cpu_memory.__main__ import MATRICES, SIDE
 
-WARM_UP, STEPS = 4, 5
+WARM_UP, STEPS = 3, 3
 
 
 def resident(field: str) -> int:
