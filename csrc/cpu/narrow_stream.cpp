@@ -29,7 +29,7 @@ void unpack_scalar(const uint8_t* stream, int n, int bits, uint8_t* codes) {
   }
 }
 
-// pext and pdep would do for eight codes at a time, but take hundreds of cycles before AMD's Zen 3.
+// pext and pdep would do for eight codes at a time, but take up to hundreds of cycles before AMD's Zen 3.
 
 // Joins pairs of codes, then pairs of these, then pairs of these again.
 GZ_AVX2 void pack_avx2(const uint8_t* codes, int n, int bits, uint8_t* stream) {
