@@ -220,12 +220,15 @@ class DGC(SparseCodec):
     def _take_again(self, of: list[tuple[Group, Tensor]]) -> list[None]:
         """As `_take_all`, with gradients that have stayed as they were."""
         for group, number in of:
-            state, velocity = group.state, self._new_velocity(group)
-            new = [velocity + state.residual, *([velocity] if self.momentum else [])]
+            residual, velocity = group.state.residual, self._new_velocity(group)
+            assert residual is not None
+            now, new = [residual], [velocity + residual]
+            if self.momentum:
+                now, new = [*now, group.state.velocity], [*new, velocity]
             sent = self._sent(group)
             for one in new:
                 one.index_fill_(0, sent, 0.0)
-            groups.take_errors([(number, [state.residual, *([state.velocity] if self.momentum else [])], new)])
+            groups.take_errors([(number, now, new)])
             group.parts = []
         return [None] * len(of)
 

@@ -110,7 +110,7 @@ class Momentum(Compressor):
     Payload: that of `inner`; in the warm-up 4 bytes for each element.
 
     Memory: one more float32 tensor for each parameter, saved in state dicts. During a step, two, unless gradients hold
-    the errors of `inner`, or the average of the warm-up.
+    the errors of `inner`, or the average of the warm-up, or the error is made again at the end of the step.
 
     Deterministic if `inner` is. Waits for a CUDA device when `inner` does, and with ``warmup_steps="auto"``, with which
     the ranks of a model that is sharded also exchange two numbers in each step.
