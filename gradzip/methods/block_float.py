@@ -194,7 +194,7 @@ class BlockFloat(ErrorFeedback):
 
     def remake_error(self, group: Group) -> Routine:
         state = group.state
-        yield from self.add_residual(group)
+        yield from group.method.add_residual(group)
         key = state.key(self.seed)._replace(step=state.step - 1)
         self._encode_own(group, key, self._partition(group)[0] * group.size)
         state.residual, state.next_residual = state.next_residual, None

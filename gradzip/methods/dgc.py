@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.fusion import pieces
-from ..collectives.routines import Routine, jointly
+from ..collectives.routines import Local, Routine, jointly
 from ..ops import groups
 from .base.compressor import add_all, is_number, with_scratch
 from .base.gather import Undecoded
@@ -65,8 +65,7 @@ class DGC(SparseCodec):
     """
 
     error_feedback = True
-    fixed_nbytes = True
-    remakes = False
+    fixed_nbytes = changes_parts = True
     loss_scaled: ClassVar = {**SparseCodec.loss_scaled, "velocity": 1, "average_velocity": 1}
     rank_local = (*SparseCodec.rank_local, "velocity")
 
@@ -141,20 +140,15 @@ class DGC(SparseCodec):
     def add_residual(self, group: Group) -> Routine:
         """Coroutine: the velocity u, and the residual v with it.
 
-        Gradients that hold the error hold u: v can be made again of u and the former residual.
+        Gradients that hold the error hold u: v can be made again of u and the former residual. If the error is made
+        again, so is u.
         """
         yield from ()
-        group.load_parts()
         self.keep_owner_residual(group)
-        velocity, state = group.vector, group.state
-        if self.clip_norm is not None:
-            of_gradients = pieces(velocity, group.shapes_of_parts)
-            norms = torch.stack(torch._foreach_norm(of_gradients, dtype=torch.float64))
-            scales = (self.clip_norm * self.memory.loss_scale.value / math.sqrt(group.size) / norms).clamp(max=1.0)
-            for piece, scale in zip(of_gradients, scales):
-                piece.mul_(scale)
-        if (before := getattr(state, "velocity", None)) is not None:
-            velocity.add_(before, alpha=self.momentum)
+        velocity, state = self._new_velocity(group), group.state
+        if group.remakes:
+            group.parts = [velocity if state.residual is None else velocity.add_(state.residual)]
+            return
         state.next_velocity = velocity
         if group.holds and state.residual is None:
             state.residual = velocity.new_full((group.numel,), -0.0)  # u - 0 has the bits of u
@@ -163,6 +157,20 @@ class DGC(SparseCodec):
             group.parts = [total]
             if not group.holds:
                 state.next_residual = total
+
+    def _new_velocity(self, group: Group) -> Tensor:
+        """In the gradients' memory, unless they must stay as they are."""
+        group.load_parts()
+        velocity = group.vector
+        if self.clip_norm is not None:
+            of_gradients = pieces(velocity, group.shapes_of_parts)
+            norms = torch.stack(torch._foreach_norm(of_gradients, dtype=torch.float64))
+            scales = (self.clip_norm * self.memory.loss_scale.value / math.sqrt(group.size) / norms).clamp(max=1.0)
+            for piece, scale in zip(of_gradients, scales):
+                piece.mul_(scale)
+        if (before := getattr(group.state, "velocity", None)) is not None:
+            velocity.add_(before, alpha=self.momentum)
+        return velocity
 
     def num_kept(self, numel: int, step: int) -> int:
         return num_kept(self.theta_at(step), numel)
@@ -177,15 +185,7 @@ class DGC(SparseCodec):
 
     def subtract_transmitted(self, of: Sequence[Group]) -> None:
         for group in of:
-            state = group.state
-            assert state.payload is not None
-            ranges = [(0, group.numel) if partition is None else partition[0][:2] for _, partition in state.payload]
-            numels = [stop - start for start, stop in ranges]
-            parsed = [self.parse(payload, numel) for (payload, _), numel in zip(state.payload, numels)]
-            counts = [values.numel() for _, values in parsed]
-            sent = groups.index_code_decode([stream for stream, _ in parsed], numels, counts).long()
-            if len(ranges) > 1:
-                torch._foreach_add_(sent.split_with_sizes(counts), [start for start, _ in ranges])
+            state, sent = group.state, self._sent(group)
             if group.holds:
                 group.parts, state.next_velocity = [state.next_velocity], None
                 group.vector.index_fill_(0, sent, 0.0)
@@ -194,10 +194,43 @@ class DGC(SparseCodec):
             for field in ("residual", "velocity") if self.momentum else ("residual",):
                 getattr(state, field).view(-1).index_fill_(0, sent, 0.0)
 
+    def _sent(self, group: Group) -> Tensor:
+        """The indices of the elements that this rank has sent (int64)."""
+        assert group.state.payload is not None
+        ranges = [(0, group.numel) if partition is None else partition[0][:2] for _, partition in group.state.payload]
+        numels = [stop - start for start, stop in ranges]
+        parsed = [self.parse(payload, numel) for (payload, _), numel in zip(group.state.payload, numels)]
+        counts = [values.numel() for _, values in parsed]
+        sent = groups.index_code_decode([stream for stream, _ in parsed], numels, counts).long()
+        if len(ranges) > 1:
+            torch._foreach_add_(sent.split_with_sizes(counts), [start for start, _ in ranges])
+        return sent
+
     def commit_held(self, group: Group, average: Undecoded, number: Tensor) -> Routine:
-        taking = jointly(self._take_all, group.device, (group, vars(group.state).pop("sent"), number))
-        yield from with_scratch(taking, 4 * group.numel)
+        if group.holds:
+            taking = jointly(self._take_all, group.device, (group, vars(group.state).pop("sent"), number))
+            yield from with_scratch(taking, 4 * group.numel)
+        else:
+            yield from with_scratch(self._take_remade(group, number), 8 * group.numel)
         yield from self.commit(group, average)
+
+    def _take_remade(self, group: Group, number: Tensor) -> Routine:
+        yield Local(self._take_again, group.device, (group, number))
+
+    def _take_again(self, of: list[tuple[Group, Tensor]]) -> list[None]:
+        """As `_take_all`, with gradients that have stayed as they were."""
+        for group, number in of:
+            residual, velocity = group.state.residual, self._new_velocity(group)
+            assert residual is not None
+            now, new = [residual], [velocity + residual]
+            if self.momentum:
+                now, new = [*now, group.state.velocity], [*new, velocity]
+            sent = self._sent(group)
+            for one in new:
+                one.index_fill_(0, sent, 0.0)
+            groups.take_errors([(number, now, new)])
+            group.parts = []
+        return [None] * len(of)
 
     def _take_all(self, of: list[tuple[Group, Tensor, Tensor]]) -> list[None]:
         """Update velocities and residuals, if a number is finite. Gradients are the new velocities."""

@@ -100,7 +100,7 @@ class LowRank(ErrorFeedback):
 
     def project_again(self, group: Group, factor: Tensor, transpose: bool) -> Routine:
         """Coroutine: `project`, with parts that are made again, and released."""
-        yield from self.add_residual(group)
+        yield from group.method.add_residual(group)
         result = yield self.project(group, factor, transpose)
         group.release_parts()
         return result
@@ -136,7 +136,7 @@ class LowRank(ErrorFeedback):
             yield from with_scratch(self._update_again(group, average, number), 4 * group.numel)
 
     def _update_again(self, group: Group, average: Factors, number: Tensor) -> Routine:
-        yield from self.add_residual(group)
+        yield from group.method.add_residual(group)
         yield self._update(group, average, group.parts, group.state.residual, number)
         group.write(group.parts)
         group.release_parts()

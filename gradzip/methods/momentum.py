@@ -31,6 +31,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 _OF_INNER = (
     "rounds", "max_numel", "vectors", "asymmetric", "error_feedback", "unbiased", "residual_decay", "rank_local",
     "partition_local", "bypasses", "groups_by", "joined_shape", "own_ranges", "complete_step", "skip_step", "clean",
+    "remakes",
 )  # fmt: skip
 
 # "auto" ends the warm-up when the second moment has changed by less than this factor.
@@ -109,7 +110,7 @@ class Momentum(Compressor):
     Payload: that of `inner`; in the warm-up 4 bytes for each element.
 
     Memory: one more float32 tensor for each parameter, saved in state dicts. During a step, two, unless gradients hold
-    the errors of `inner`, or the average of the warm-up.
+    the errors of `inner`, or the average of the warm-up, or the error is made again at the end of the step.
 
     Deterministic if `inner` is. Waits for a CUDA device when `inner` does, and with ``warmup_steps="auto"``, with which
     the ranks of a model that is sharded also exchange two numbers in each step.
@@ -127,6 +128,8 @@ class Momentum(Compressor):
     2021, Algorithm 1, and section 7.1 for the end of the warm-up, which compares ||v|| with that of one earlier step.
     There, the optimizer exchanges momenta; handing back g' leaves optimizers and front ends as they are.
     """
+
+    changes_parts = True
 
     inner: Compressor
     beta: float = 0.9
@@ -239,7 +242,7 @@ class Momentum(Compressor):
     def add_residual(self, group: Group) -> Routine:
         """Coroutine: what the rank offers, c. In the warm-up, the gradient and a residual that another method left."""
         state = group.state
-        if not self.compresses_momentum(state):
+        if not group.compressed_momentum:
             if not group.holds:
                 yield from super().add_residual(group)
             elif state.residual is not None:  # gradients are averaged where they are
@@ -334,6 +337,10 @@ class Momentum(Compressor):
         return self.inner.complete_error(group, average.average)
 
     def commit_held(self, group: Group, average: _Average, number: Tensor) -> Routine:
+        vars(group.state).pop("momentum_bound", None)
+        if group.remakes:
+            yield from with_scratch(self._commit_remade(group, average.average, number), 8 * group.numel)
+            return
         take: Any = self._follow
         if average.compressed:
             yield from self.inner.commit_held(group, average.average, number)  # gradients are m' then
@@ -341,8 +348,16 @@ class Momentum(Compressor):
         else:
             group.state.residual = None  # it was sent
             self._count_unused_later(group)
-        vars(group.state).pop("momentum_bound", None)
         yield from with_scratch(jointly(take, group.device, (group, number)), 4 * group.numel)
+
+    def _commit_remade(self, group: Group, average: Any, number: Tensor) -> Routine:
+        """Coroutine: the residual of what is offered again, and m' in scratch, which gradients cannot hold."""
+        previous = group.state.momentum
+        momentum = torch.empty(group.numel, dtype=torch.float32, device=group.device)
+        with group.writing_to(momentum):
+            yield from self.inner.commit_held(group, average, number)
+        group.write(group.pieces(torch.sub(momentum, previous, alpha=self.beta)))
+        groups.take_errors([(number, [previous], [momentum])])
 
     def _follow(self, of: list[tuple[Group, Tensor]]) -> list[None]:
         """Have momenta become beta m + g', for the average g' that gradients are, if a number is finite."""

@@ -144,6 +144,9 @@ class Compressor(ABC):
     # of gradients and a residual that have stayed as they were (`remake_error`).
     remakes = False
 
+    # Whether `add_residual` changes parts that may be the gradients themselves.
+    changes_parts = False
+
     # Whether the number of collectives depends on the gradients' values, besides their shape and the step.
     adapts = False
 
@@ -332,7 +335,7 @@ class Compressor(ABC):
         By the operations that a group has which does not commit late. `State.step` is that of the next step already.
         """
         state = group.state
-        yield from self.add_residual(group)
+        yield from group.method.add_residual(group)
         state.residual, state.next_residual = state.next_residual, None
         yield Local(self._subtract_each, group.device, group)
 

@@ -143,6 +143,7 @@ class Group:
         self._left: dict[str, Fields] = {}  # fields by parameter of which the state of an uncompressed step was made
         self._memory: tuple[Tensor, list[Tensor]] | None = None  # for gradients as one vector; views of each of them
         self._target: Tensor | None = None  # the gradients as one vector, if they are adjacent in memory
+        self._read: tuple[list[Tensor], Tensor | None] | None = None  # both, while averages are written elsewhere
 
     # --- for methods
 
@@ -197,14 +198,15 @@ class Group:
 
     @contextlib.contextmanager
     def writing_to(self, flat: Tensor) -> Iterator[None]:
-        """Have averages be written to a flat float32 tensor in place of the gradients."""
-        gradients, target = self.gradients, self._target
+        """Have averages be written to a flat float32 tensor, while parts are made of the gradients."""
+        self._read = gradients, target = self.gradients, self._target
         self.gradients = pieces(flat, self.shapes_of_parts)
         self._target = flat if self.method.vectors else None
         try:
             yield
         finally:
             self.gradients, self._target = gradients, target
+            self._read = None
 
     # --- a step
 
@@ -321,7 +323,8 @@ class Group:
             self._target = adjacent(own) if method.vectors else None
             if may_hold:
                 held = own[0].dtype == torch.float32 and method.holds(self)
-                remade = method.remakes and method.keeps_residual and own[0].dtype in _WIDE
+                warms_up = method.averaged_momentum is not None and not self.compressed_momentum
+                remade = method.remakes and method.keeps_residual and not warms_up and own[0].dtype in _WIDE
                 self.may_hold = held or remade
                 if self.may_hold and self._compressor.monitor is None:
                     self.holds = held and all(map(Tensor.is_contiguous, own))
@@ -401,9 +404,10 @@ class Group:
 
         Contiguous tensors, whose elements are those of the group one after the other.
         """
-        if not self.parts and self.gradients[0].dtype in ops.FLOATS:
+        own, target = self._read or (self.gradients, self._target)
+        if not self.parts and own[0].dtype in ops.FLOATS:
             self._memory = None  # of steps without a residual
-            return list(map(Tensor.contiguous, self.gradients)) if self._target is None else [self._target]
+            return list(map(Tensor.contiguous, own)) if target is None else [target]
         self.load_parts()
         return self.parts
 
@@ -411,9 +415,10 @@ class Group:
         """Make `parts` of the gradients alone, unless they are made."""
         if self.parts:
             return
-        own, target = self.gradients, self._target
+        own, target = self._read or (self.gradients, self._target)
         dtype = own[0].dtype if self.method.reads_half and own[0].dtype in ops.HALF else torch.float32
-        if self.on_device and (own[0].dtype != dtype or (self.method.vectors and target is None)):
+        apart = (self.method.vectors and target is None) or (self.remakes and self.method.changes_parts)
+        if self.on_device and (own[0].dtype != dtype or apart):
             memory = self.method.memory_for(self, dtype)
             torch._foreach_copy_(pieces(memory, self.shapes_of_parts), own)  # one operation
             self.parts = self.pieces(memory)
