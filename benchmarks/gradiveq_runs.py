@@ -40,7 +40,6 @@ FILE = RESULTS / "gradiveq_runs.json"
 PAGE = ROOT / "docs" / "methods.md"
 START = "<!-- table of whole runs: python -m benchmarks.gradiveq_runs --write -->\n\n"
 WARM_UP = 50  # steps that are sent whole
-RATIO = 8  # K / d, at least
 LEARN_EVERY = 20  # steps, with new samples in each
 
 
@@ -54,6 +53,7 @@ class Variant:
         decay: share of the residual that is added to the next gradient. None: what is lost is lost.
         fresh: a slice in turn is sent whole in compressed steps, and is a new sample.
         basis: False: nothing but these slices is sent.
+        ratio: K / d, at least.
     """
 
     first: bool = False
@@ -62,6 +62,7 @@ class Variant:
     decay: float | None = None
     fresh: bool = False
     basis: bool = True
+    ratio: int = 8
 
 
 ALWAYS = 10**6  # steps: one cycle
@@ -76,6 +77,7 @@ VARIANTS: dict[str, str | Variant] = {
     "all slices, 0.9 of the residual": Variant(decay=0.9),
     "all slices, 0.9 of the residual, short cycles": Variant(samples=10, compressed=90, decay=0.9),
     "all slices, residual, a new sample in each step": Variant(compressed=ALWAYS, decay=1.0, fresh=True),
+    "the same, with K / d of 12": Variant(compressed=ALWAYS, decay=1.0, fresh=True, ratio=12),
     "residual, a slice in each step, no basis": Variant(
         samples=1, compressed=ALWAYS, decay=1.0, fresh=True, basis=False
     ),
@@ -124,7 +126,7 @@ class Layer:
     def learn(self) -> None:
         """The principal components of the samples."""
         past = torch.stack(self.samples)
-        d = min(self.size // RATIO, len(past) - 1) if self.variant.basis else 0
+        d = min(self.size // self.variant.ratio, len(past) - 1) if self.variant.basis else 0
         _, vectors = torch.linalg.eigh(past @ past.t())
         self.basis = torch.nn.functional.normalize(vectors[:, len(past) - d :].t() @ past)
 
