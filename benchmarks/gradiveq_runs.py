@@ -126,8 +126,9 @@ class Layer:
     def learn(self) -> None:
         """The principal components of the samples."""
         past = torch.stack(self.samples)
-        d = min(self.size // self.variant.ratio, len(past) - 1) if self.variant.basis else 0
-        _, vectors = torch.linalg.eigh(past @ past.t())
+        values, vectors = torch.linalg.eigh(past @ past.t())
+        known = int((values > torch.finfo(torch.float32).eps * values.sum()).sum())  # others are rounding
+        d = min(self.size // self.variant.ratio, known) if self.variant.basis else 0
         self.basis = torch.nn.functional.normalize(vectors[:, len(past) - d :].t() @ past)
 
     def compress(self, slices: Tensor) -> Tensor:
