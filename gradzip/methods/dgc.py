@@ -161,7 +161,7 @@ class DGC(SparseCodec):
     def _new_velocity(self, group: Group) -> Tensor:
         """In the gradients' memory, unless they must stay as they are."""
         group.load_parts()
-        velocity = group.vector
+        (velocity,) = group.parts
         if self.clip_norm is not None:
             of_gradients = pieces(velocity, group.shapes_of_parts)
             norms = torch.stack(torch._foreach_norm(of_gradients, dtype=torch.float64))
@@ -187,8 +187,8 @@ class DGC(SparseCodec):
         for group in of:
             state, sent = group.state, self._sent(group)
             if group.holds:
-                group.parts, state.next_velocity = [state.next_velocity], None
-                group.vector.index_fill_(0, sent, 0.0)
+                velocity, state.next_velocity = state.next_velocity, None
+                group.parts = [velocity.index_fill_(0, sent, 0.0)]
                 state.sent = sent  # until `commit_held`
                 continue
             for field in ("residual", "velocity") if self.momentum else ("residual",):

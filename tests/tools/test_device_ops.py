@@ -847,7 +847,7 @@ def test_error_feedback_takes_no_memory_in_a_step(spec):
 def test_16_bit_gradients_take_no_second_residual(spec):
     """In a step they take what float32 takes, and a bucket's error, which is made again."""
     half, single = [memory.count(gradzip.parse(spec), dtype).in_step for dtype in (torch.bfloat16, torch.float32)]
-    assert half <= single + GROUP * 4
+    assert half <= single + GROUP * 4 + 1e-3  # numbers of groups
 
 
 def test_dgc_takes_no_second_states():
