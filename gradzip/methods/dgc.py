@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.fusion import pieces
-from ..collectives.routines import Local, Routine, jointly
+from ..collectives.routines import Routine, jointly
 from ..ops import groups
 from .base.compressor import add_all, is_number, with_scratch
 from .base.gather import Undecoded
@@ -211,11 +211,9 @@ class DGC(SparseCodec):
             taking = jointly(self._take_all, group.device, (group, vars(group.state).pop("sent"), number))
             yield from with_scratch(taking, 4 * group.numel)
         else:
-            yield from with_scratch(self._take_remade(group, number), 8 * group.numel)
+            taking = jointly(self._take_again, group.device, (group, number))
+            yield from with_scratch(taking, 8 * group.numel)
         yield from self.commit(group, average)
-
-    def _take_remade(self, group: Group, number: Tensor) -> Routine:
-        yield Local(self._take_again, group.device, (group, number))
 
     def _take_again(self, of: list[tuple[Group, Tensor]]) -> list[None]:
         """As `_take_all`, with gradients that have stayed as they were."""
