@@ -78,6 +78,7 @@ VARIANTS: dict[str, str | Variant] = {
     "all slices, 0.9 of the residual, short cycles": Variant(samples=10, compressed=90, decay=0.9),
     "all slices, residual, a new sample in each step": Variant(compressed=ALWAYS, decay=1.0, fresh=True),
     "the same, with K / d of 12": Variant(compressed=ALWAYS, decay=1.0, fresh=True, ratio=12),
+    "the same, from 10 samples on": Variant(samples=10, compressed=ALWAYS, decay=1.0, fresh=True, ratio=12),
     "residual, a slice in each step, no basis": Variant(
         samples=1, compressed=ALWAYS, decay=1.0, fresh=True, basis=False
     ),
