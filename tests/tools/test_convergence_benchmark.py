@@ -569,7 +569,9 @@ def command(tmp_path, *arguments):
 def test_an_interrupted_study_continues(tmp_path):
     arguments = ("--only", "images", "--compression", "none", "--compression", "topk", "--epochs", 3, "--jobs", 1)
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command(tmp_path, *arguments), **quiet) as process:
+    # The tests may run as a background job of a shell, which starts those with SIGINT ignored.
+    heeding = ["env", "--default-signal=INT", *command(tmp_path, *arguments)]
+    with subprocess.Popen(heeding, **quiet) as process:
         for line in process.stderr:
             if line.startswith("[1/6]"):
                 process.send_signal(signal.SIGINT)
