@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import data
-from benchmarks.common.arguments import Parser
+from benchmarks.common.arguments import Parser, at_least
 from benchmarks.common.progress import tenths
 from benchmarks.common.results import RESULTS, ROOT, Blocks, provenance, stored_rows, write_json
 from benchmarks.common.studies import Rows, block, run_study
@@ -79,6 +79,7 @@ VARIANTS: dict[str, str | Variant] = {
     "all slices, residual, a new sample in each step": Variant(compressed=ALWAYS, decay=1.0, fresh=True),
     "the same, with K / d of 12": Variant(compressed=ALWAYS, decay=1.0, fresh=True, ratio=12),
     "the same, from 10 samples on": Variant(samples=10, compressed=ALWAYS, decay=1.0, fresh=True, ratio=12),
+    "from 10 samples on, with K / d of 8": Variant(samples=10, compressed=ALWAYS, decay=1.0, fresh=True),
     "residual, a slice in each step, no basis": Variant(
         samples=1, compressed=ALWAYS, decay=1.0, fresh=True, basis=False
     ),
@@ -187,15 +188,16 @@ class Compressed(Training):
 def measure(args: argparse.Namespace, rows: Rows, command: str) -> None:
     torch.set_num_threads(1)
     dataset = data.images(args.data)
-    run = replace(runs_of({"images": SIZES["default"]["images"]})[0], epochs=args.epochs)
+    of_recipe = replace(runs_of({"images": SIZES["default"]["images"]})[0], epochs=args.epochs)
     settings = ("network", "workers", "batch_size", "lr", "seed", "epochs")
-    for name in args.only or VARIANTS:
+    for seed, name in itertools.product(args.seed or [0], args.only or VARIANTS):
+        run = replace(of_recipe, seed=seed)
         about = {"variant": name, "data": dataset.name} | {field: getattr(run, field) for field in settings}
         if any(about.items() <= row.items() for row in rows):
             continue
         training = Compressed(run, dataset, VARIANTS[name])
         steps = batches(dataset, run.batch_size, run.workers, run.seed)
-        with tenths(name) as report:
+        with tenths(f"{name}, seed {seed}") as report:
             while not training.record.done:
                 of_epoch = itertools.islice(steps, training.per_epoch)
                 training.epoch(of_epoch, lambda step, _, of=training.steps: report(step / of))  # type: ignore[misc]
@@ -204,22 +206,36 @@ def measure(args: argparse.Namespace, rows: Rows, command: str) -> None:
 
 
 def tables(rows: Rows) -> Iterator[str]:
-    about, none = rows[0], next((row["score"] for row in rows if row["variant"] == "none"), None)
+    about, scores = rows[0], {(row["variant"], row["seed"]): row["score"] for row in rows}
     yield (
-        f"{about['network']}, {about['workers']} workers, {about['steps']} steps, rate {about['lr']:g}, seed "
-        f"{about['seed']} (`{FILE.name}`):"
+        f"{about['network']}, {about['workers']} workers, {about['steps']} steps, rate {about['lr']:g}; means over "
+        f"seeds, and their range (`{FILE.name}`):"
     )
     yield ""
     cells = []
-    for row in sorted(rows, key=lambda row: [*VARIANTS].index(row["variant"])):
-        found = ["", "", f"diverges at step {row.get('diverged')}", ""]
-        if row["score"] is not None:
-            beyond = "" if none is None or row["variant"] == "none" else f"{row['score'] - none:+.2f}".replace("-", "−")
-            lost = "–".join(f"{share:.2f}" for share in row["lost"])
-            found = [f"{row['times_fewer']:.3g}", lost, f"{row['score']:.2f}", beyond]
-        cells.append([row["variant"], *found])
+    for name in VARIANTS:
+        of_seeds = [row for row in rows if row["variant"] == name]
+        diverged = [f"diverges at step {row['diverged']}" for row in of_seeds if row["score"] is None]
+        found = ["", "", ", ".join(diverged), ""]
+        if of_seeds and not diverged:
+            beyond = [row["score"] - scores["none", row["seed"]] for row in of_seeds if ("none", row["seed"]) in scores]
+            lost = [row["lost"] for row in of_seeds if row["lost"]]
+            found = [
+                f"{fmean(row['times_fewer'] for row in of_seeds):.3g}",
+                f"{min(least for least, _ in lost):.2f}–{max(most for _, most in lost):.2f}" if lost else "",
+                f"{fmean(row['score'] for row in of_seeds):.2f}",
+                "" if name == "none" or not beyond else _range(beyond).replace("-", "−"),
+            ]
+        if of_seeds:
+            cells.append([name, *found, str(len(of_seeds))])
     header = ["bases of samples of", "times fewer bytes, 4 ranks", "energy lost, by layer", "test accuracy, %"]
-    yield from markdown([*header, "− `none`, points"], cells)
+    yield from markdown([*header, "− `none`, points", "seeds"], cells)
+
+
+def _range(numbers: list[float]) -> str:
+    """The mean of numbers, and their range if they are several."""
+    several = f" ({min(numbers):+.2f} to {max(numbers):+.2f})" if len(numbers) > 1 else ""
+    return f"{fmean(numbers):+.2f}{several}"
 
 
 def blocks() -> Blocks:
@@ -236,6 +252,7 @@ def main() -> None:
     parser.add_argument(
         "--only", action="append", choices=[*VARIANTS], metavar="VARIANT", help=f"of {', '.join(VARIANTS)}"
     )
+    parser.add_argument("--seed", action="append", type=at_least(0), metavar="N", help="default: 0; repeat for several")
     run_study(parser, FILE, measure, tables, blocks)
 
 
