@@ -20,11 +20,11 @@ void decode_sum(const uint8_t* const* payloads, int64_t count, int64_t parts, in
                 int32_t* failed, cudaStream_t stream) {
   const Parts all = parts_of(n, parts);
   const int64_t pieces = ceil_div(all.length(0), 4 * kBlock);
-  for_parts<NaturalPayloads>(payloads, count, parts, [&](const auto& batch, int64_t some, int64_t part, unsigned number,
-                                                         bool more) {
-    launch(stream, grid_of(grid_for_each(number, pieces), number), kBlock, kernel<natural_decode_sum_kernel<T>>, batch,
-           some, all.from(part), weight, add || more, out + all.begin(part), failed);
-  });
+  for_parts<NaturalPayloads>(
+      payloads, count, parts, [&](const auto& batch, int64_t some, int64_t part, unsigned number, bool more) {
+        launch(stream, grid_of(grid_for_each(number, pieces), number), kBlock, kernel<natural_decode_sum_kernel<T>>,
+               batch, some, all.from(part), weight, add || more, out + all.begin(part), failed);
+      });
 }
 
 }  // namespace

@@ -41,11 +41,11 @@ void decode_sum(const QuantizedTerm* terms, int64_t count, int64_t parts, int64_
                 float weight, bool add, T* out, int32_t* failed, cudaStream_t stream) {
   const Parts all = parts_of(n, parts);
   const int64_t tiles = ceil_div(all.length(0), kMostTile);
-  for_parts<QuantizedTerms>(terms, count, parts, [&](const auto& batch, int64_t some, int64_t part, unsigned number,
-                                                     bool more) {
-    launch(stream, grid_of(grid_for_each(number, tiles), number), kBlock, kernel<quantize_decode_sum_kernel<T>>, batch,
-           some, all.from(part), bits, bucket, weight, add || more, out + all.begin(part), failed);
-  });
+  for_parts<QuantizedTerms>(
+      terms, count, parts, [&](const auto& batch, int64_t some, int64_t part, unsigned number, bool more) {
+        launch(stream, grid_of(grid_for_each(number, tiles), number), kBlock, kernel<quantize_decode_sum_kernel<T>>,
+               batch, some, all.from(part), bits, bucket, weight, add || more, out + all.begin(part), failed);
+      });
 }
 
 }  // namespace
@@ -80,7 +80,8 @@ void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bi
 
 void quantize_decode_sum(const QuantizedTerm* terms, int64_t count, int64_t parts, int64_t n, int bits, int64_t bucket,
                          float weight, bool add, void* out, int dtype, int32_t* failed, cudaStream_t stream) {
-  typed(out, dtype, [&](auto* to) { decode_sum(terms, count, parts, n, bits, bucket, weight, add, to, failed, stream); });
+  typed(out, dtype,
+        [&](auto* to) { decode_sum(terms, count, parts, n, bits, bucket, weight, add, to, failed, stream); });
 }
 
 }  // namespace gradzip::cuda

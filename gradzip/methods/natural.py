@@ -63,6 +63,7 @@ class Natural(GatherCompressor):
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
         for coded in sums:
             (out,) = coded.outs
-            packed = ops.body_addresses(coded.payloads, ops.natural_nbytes(part_lengths(out.numel(), coded.parts)))
+            numel = out.numel() if coded.parts == 1 else part_lengths(out.numel(), coded.parts)
+            packed = ops.body_addresses(coded.payloads, ops.natural_nbytes(numel))
             if failed := groups.natural_decode_sum(packed, out, coded.weight, coded.add, coded.parts):
                 raise ops.PayloadError(ops.NOT_POWERS, failed - 1)

@@ -115,7 +115,8 @@ class QSGD(GatherCompressor):
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
         for coded in sums:
             (out,) = coded.outs
-            norms_end, packed_nbytes = self._ends(part_lengths(out.numel(), coded.parts))
+            numel = out.numel() if coded.parts == 1 else part_lengths(out.numel(), coded.parts)
+            norms_end, packed_nbytes = self._ends(numel)
             claimed, elias = zip(*map(_STREAM.unpack, map(attrgetter("fields"), coded.payloads)))
             nbytes = np.where(elias, np.array(claimed, object), packed_nbytes)
             norms = ops.body_addresses(coded.payloads, norms_end + nbytes)

@@ -79,8 +79,8 @@ static void test_parts(int64_t n, int64_t parts, int64_t count, bool add) {
       payloads.push_back(packed + t * nbytes);
       cpu::natural_encode(x + t * longest, 0, of.length(p), uint64_t(t), nullptr, packed + t * nbytes, nullptr, 1);
     }
-    cpu::natural_decode_sum(payloads.data() + p * count, count, 1, of.length(p), 0.3f, add, expected + of.begin(p), dtype,
-                            &failed, 1);
+    cpu::natural_decode_sum(payloads.data() + p * count, count, 1, of.length(p), 0.3f, add, expected + of.begin(p),
+                            dtype, &failed, 1);
   }
   cpu::natural_decode_sum(payloads.data(), count, parts, n, 0.3f, add, on_cpu, dtype, &failed, 1);
   simt::expect_equal(on_cpu.get(), expected.get(), n, "natural_decode_sum in parts on the CPU");
@@ -89,7 +89,8 @@ static void test_parts(int64_t n, int64_t parts, int64_t count, bool add) {
   simt::expect_equal(failed, 0, "natural_decode_sum in parts: failed");
   std::fill_n(packed + nbytes * count * (parts - 1), 2, uint8_t(0xff));
   cpu::natural_decode_sum(payloads.data(), count, parts, n, 0.3f, add, on_cpu, dtype, &failed, 1);
-  simt::expect_equal(failed, int32_t(count * (parts - 1) + 1), "natural_decode_sum in parts: number of a corrupt payload");
+  simt::expect_equal(failed, int32_t(count * (parts - 1) + 1),
+                     "natural_decode_sum in parts: number of a corrupt payload");
 }
 
 int main() {

@@ -146,12 +146,14 @@ static void test_parts(int64_t n, int64_t parts, int64_t count, int64_t bucket, 
   simt::expect_equal(failed, 0, "quantize_decode_sum in parts: failed");
   norms[buckets * count * (parts - 1)] = -1.0f;
   cpu::quantize_decode_sum(terms.data(), count, parts, n, 5, bucket, 0.3f, add, on_cpu, dtype_of(got), &failed, 1);
-  simt::expect_equal(failed, int32_t(count * (parts - 1) + 1), "quantize_decode_sum in parts: number of a corrupt term");
+  simt::expect_equal(failed, int32_t(count * (parts - 1) + 1),
+                     "quantize_decode_sum in parts: number of a corrupt term");
 }
 
 int main() {
   for (int64_t n : {7, 4096, 20001})
-    test_parts<float>(n, 7, 1, 32, false), test_parts<BFloat16>(n, 3, 2, 512, false), test_parts<float>(n, 3, 2, 7, true);
+    test_parts<float>(n, 7, 1, 32, false), test_parts<BFloat16>(n, 3, 2, 512, false),
+        test_parts<float>(n, 3, 2, 7, true);
   if (!simt::kRaces) test_parts<float>(2003, 250, 1, 512, false), test_parts<float>(300, 3, 100, 32, true);
   for (int64_t bucket : {int64_t(100), int64_t(5000)}) test_rows(2, 5001, 4, bucket);
   if (!simt::kRaces) test_rows(600, 33, 5, 7), test_many(0), test_many(500);

@@ -38,7 +38,7 @@ class CodedSum(NamedTuple):
     payloads: Sequence[ops.Payload]
     weight: float
     add: bool = False  # to `outs`, rather than overwrite them
-    parts: int = 1  # of the only one of `outs`, as `tensor_split` cuts it: each with its own of the payloads, in order
+    parts: int = 1  # if more, of the only one of `outs`, as `tensor_split` cuts it: each has one of the payloads
 
 
 class Undecoded(list[ops.Payload]):
@@ -552,8 +552,8 @@ def scatter_pays(nbytes: float, size: int) -> bool:
 
 
 def part_lengths(numel: int, parts: int) -> Any:
-    """The elements of each of the parts that `tensor_split` cuts so many elements in: an integer if there is one."""
-    return numel if parts == 1 else numel // parts + (np.arange(parts) < numel % parts)
+    """The elements of each of the parts that `tensor_split` cuts so many elements in."""
+    return numel // parts + (np.arange(parts) < numel % parts)
 
 
 def for_each(
