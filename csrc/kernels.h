@@ -210,12 +210,12 @@ KERNEL_WITH_WORKSPACE(quantize_packed, const void* x, int dtype, int64_t rows, i
 KERNEL(quantize_decode, const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,
        int32_t* failed);
 // out = the sum of weight * (level / s * norm) over the terms, in order, with a rounding after each; or out += each, if
-// `add`. The terms are in host memory on every device. *failed: 1 + the index of the first term with a norm that is
-// negative or not finite.
+// `add`. `out` has n elements in `parts` parts (common/parts.h), each with `count` terms of its own. The terms are in host
+// memory on every device. *failed: 1 + the index of the first term with a norm that is negative or not finite.
 // On CUDA: *failed is 1 on failure, and the elements of the invalid buckets become NaN. A launch takes kTermsBatch
 // terms. More of them are added to `out`, as with `add`, which is float32 then.
-KERNEL(quantize_decode_sum, const QuantizedTerm* terms, int64_t count, int64_t n, int bits, int64_t bucket,
-       float weight, bool add, void* out, int dtype, int32_t* failed);
+KERNEL(quantize_decode_sum, const QuantizedTerm* terms, int64_t count, int64_t parts, int64_t n, int bits,
+       int64_t bucket, float weight, bool add, void* out, int dtype, int32_t* failed);
 
 // --- natural
 // Natural compression: the sign and the exponent of each x, or with the probability of x's mantissa (draw i of the key)
@@ -226,10 +226,11 @@ KERNEL(quantize_decode_sum, const QuantizedTerm* terms, int64_t count, int64_t n
 KERNEL(natural_encode, const void* x, int dtype, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed,
        float* most);
 // out = the sum of weight * the powers of two of the payloads, in order, with a rounding after each; or out += each, if
-// `add`. The table is in host memory on every device. *failed: 1 + the index of the first payload with an exponent of
-// infinity, whose elements become infinite or NaN.
-KERNEL(natural_decode_sum, const uint8_t* const* payloads, int64_t count, int64_t n, float weight, bool add, void* out,
-       int dtype, int32_t* failed);
+// `add`. `out` has n elements in `parts` parts (common/parts.h), each with `count` payloads of its own. The table is in
+// host memory on every device. *failed: 1 + the index of the first payload with an exponent of infinity, whose elements
+// become infinite or NaN.
+KERNEL(natural_decode_sum, const uint8_t* const* payloads, int64_t count, int64_t parts, int64_t n, float weight,
+       bool add, void* out, int dtype, int32_t* failed);
 
 // --- ternary
 // Tables are in host memory on every device.

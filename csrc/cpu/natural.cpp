@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "common/parts.h"
 #include "cpu/abs_max.h"
 #include "cpu/bit_stream.h"
 #include "cpu/half.h"
@@ -152,9 +153,16 @@ void natural_encode(const void* x, int dtype, int64_t n, uint64_t key, const int
   typed(x, dtype, [&](auto* of) { encode(of, n, key, replays, packed, most, threads); });
 }
 
-void natural_decode_sum(const uint8_t* const* payloads, int64_t count, int64_t n, float weight, bool add, void* out,
-                        int dtype, int32_t* failed, int threads) {
-  typed(out, dtype, [&](auto* to) { decode_sum(payloads, count, n, weight, add, to, failed, threads); });
+void natural_decode_sum(const uint8_t* const* payloads, int64_t count, int64_t parts, int64_t n, float weight, bool add,
+                        void* out, int dtype, int32_t* failed, int threads) {
+  const Parts of = parts_of(n, parts);
+  typed(out, dtype, [&](auto* to) {
+    for (int64_t p = 0; p < parts; ++p) {
+      int32_t of_part = 0;
+      decode_sum(payloads + p * count, count, of.length(p), weight, add, to + of.begin(p), &of_part, threads);
+      if (of_part && !*failed) *failed = int32_t(p * count) + of_part;
+    }
+  });
 }
 
 }  // namespace gradzip::cpu

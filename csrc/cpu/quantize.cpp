@@ -4,6 +4,7 @@
 #include <atomic>
 #include <numeric>
 
+#include "common/parts.h"
 #include "cpu/bit_stream.h"
 #include "cpu/bucket_norms.h"
 #include "cpu/narrow_stream.h"
@@ -224,14 +225,18 @@ void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bi
   if (!valid) *failed = 1;
 }
 
-void quantize_decode_sum(const QuantizedTerm* terms, int64_t count, int64_t n, int bits, int64_t bucket, float weight,
-                         bool add, void* out, int dtype, int32_t* failed, int threads) {
-  for (int64_t t = 0; t < count; ++t)
-    if (!all_norms(terms[t].norms, ceil_div(n, bucket))) {
+void quantize_decode_sum(const QuantizedTerm* terms, int64_t count, int64_t parts, int64_t n, int bits, int64_t bucket,
+                         float weight, bool add, void* out, int dtype, int32_t* failed, int threads) {
+  const Parts of = parts_of(n, parts);
+  for (int64_t t = 0; t < count * parts; ++t)
+    if (!all_norms(terms[t].norms, ceil_div(of.length(t / count), bucket))) {
       *failed = int32_t(t) + 1;
       return;
     }
-  typed(out, dtype, [&](auto* to) { decode_sum(terms, count, n, bits, bucket, weight, add, to, threads); });
+  typed(out, dtype, [&](auto* to) {
+    for (int64_t p = 0; p < parts; ++p)
+      decode_sum(terms + p * count, count, of.length(p), bits, bucket, weight, add, to + of.begin(p), threads);
+  });
 }
 
 }  // namespace gradzip::cpu

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/natural.h"
+#include "common/parts.h"
 #include "common/philox.h"
 #include "cuda/block/bit_stream.cuh"
 #include "cuda/block/quads.cuh"
@@ -56,8 +57,11 @@ struct NaturalPayloads {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kBlock) natural_decode_sum_kernel(NaturalPayloads payloads, int count, int64_t n,
+__global__ void __launch_bounds__(kBlock) natural_decode_sum_kernel(NaturalPayloads payloads, int count, Parts parts,
                                                                     float weight, bool add, T* out, int32_t* failed) {
+  const int64_t n = parts.length(blockIdx.y);
+  const int own = int(blockIdx.y) * count;  // the first payload of this part
+  out += parts.begin(blockIdx.y);
   const int64_t nbytes = (n * kNaturalBits + 7) / 8;
   bool bad = false;
   for (int64_t first = 4 * grid_thread(); first < n; first += 4 * grid_threads()) {
@@ -65,7 +69,7 @@ __global__ void __launch_bounds__(kBlock) natural_decode_sum_kernel(NaturalPaylo
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     if constexpr (sizeof(T) == 4)
       if (add) load4_changing(out, first, n, sum);
-    for (int p = 0; p < count; ++p) {
+    for (int p = own; p < own + count; ++p) {
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {
         const uint32_t two = read_bits(payloads.of[p], nbytes, bit + j * kNaturalBits, 2 * kNaturalBits);

@@ -1,9 +1,9 @@
 #include "cuda/quantize.cuh"
 
-#include <algorithm>
 #include <numeric>
 
 #include "cuda/block/launch.h"
+#include "cuda/block/parts.h"
 #include "cuda/block/rows.h"
 #include "cuda/ops.h"
 
@@ -37,17 +37,15 @@ int64_t pack(void* workspace, const T* x, int64_t rows, int64_t n, int bits, int
 }
 
 template <class T>
-void decode_sum(const QuantizedTerm* terms, int64_t count, int64_t n, int bits, int64_t bucket, float weight, bool add,
-                T* out, int32_t* failed, cudaStream_t stream) {
-  int64_t first = 0;
-  do {
-    QuantizedTerms batch{};
-    const int64_t some = std::min<int64_t>(count - first, kTermsBatch);
-    std::copy_n(terms + first, some, batch.of);
-    launch(stream, grid_of(grid_for(ceil_div(n, kMostTile))), kBlock, kernel<quantize_decode_sum_kernel<T>>, batch,
-           some, n, bits, bucket, weight, add || first > 0, out, failed);
-    first += some;
-  } while (first < count);
+void decode_sum(const QuantizedTerm* terms, int64_t count, int64_t parts, int64_t n, int bits, int64_t bucket,
+                float weight, bool add, T* out, int32_t* failed, cudaStream_t stream) {
+  const Parts all = parts_of(n, parts);
+  const int64_t tiles = ceil_div(all.length(0), kMostTile);
+  for_parts<QuantizedTerms>(
+      terms, count, parts, [&](const auto& batch, int64_t some, int64_t part, unsigned number, bool more) {
+        launch(stream, grid_of(grid_for_each(number, tiles), number), kBlock, kernel<quantize_decode_sum_kernel<T>>,
+               batch, some, all.from(part), bits, bucket, weight, add || more, out + all.begin(part), failed);
+      });
 }
 
 }  // namespace
@@ -80,9 +78,10 @@ void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bi
          bits, bucket, x, failed);
 }
 
-void quantize_decode_sum(const QuantizedTerm* terms, int64_t count, int64_t n, int bits, int64_t bucket, float weight,
-                         bool add, void* out, int dtype, int32_t* failed, cudaStream_t stream) {
-  typed(out, dtype, [&](auto* to) { decode_sum(terms, count, n, bits, bucket, weight, add, to, failed, stream); });
+void quantize_decode_sum(const QuantizedTerm* terms, int64_t count, int64_t parts, int64_t n, int bits, int64_t bucket,
+                         float weight, bool add, void* out, int dtype, int32_t* failed, cudaStream_t stream) {
+  typed(out, dtype,
+        [&](auto* to) { decode_sum(terms, count, parts, n, bits, bucket, weight, add, to, failed, stream); });
 }
 
 }  // namespace gradzip::cuda

@@ -1,6 +1,7 @@
 // QSGD levels: norms, draws and packing in one read of x if buckets fit a tile.
 #pragma once
 
+#include "common/parts.h"
 #include "cuda/block/bit_stream.cuh"
 #include "cuda/block/quantize_tile.cuh"
 #include "cuda/block/rows.cuh"
@@ -79,8 +80,11 @@ struct QuantizedTerms {
 
 template <class T>
 __global__ void __launch_bounds__(kBlock)
-    quantize_decode_sum_kernel(QuantizedTerms terms, int count, int64_t n, int bits, int64_t bucket, float weight,
+    quantize_decode_sum_kernel(QuantizedTerms terms, int count, Parts parts, int bits, int64_t bucket, float weight,
                                bool add, T* out, int32_t* failed) {
+  const int64_t n = parts.length(blockIdx.y);
+  const int own = int(blockIdx.y) * count;  // the first term of this part
+  out += parts.begin(blockIdx.y);
   const int32_t s = top_level(bits);
   const int64_t nbytes = (n * bits + 7) / 8;
   const uint32_t mask = (1u << bits) - 1;
@@ -93,7 +97,7 @@ __global__ void __launch_bounds__(kBlock)
       float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
       if constexpr (sizeof(T) == 4)
         if (add) load4_changing(out + first, i, left, sum);
-      for (int t = 0; t < count; ++t) {
+      for (int t = own; t < own + count; ++t) {
         const uint8_t* packed = terms.of[t].packed;
         uint32_t low, high;  // two codes each
         if (bits <= 8) {

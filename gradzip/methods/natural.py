@@ -11,7 +11,7 @@ from torch import Tensor
 from ..memory.state import Key
 from ..ops import groups
 from ..ops import tensors as ops
-from .base.gather import CodedSum, GatherCompressor
+from .base.gather import CodedSum, GatherCompressor, part_lengths
 from .base.registry import register
 
 
@@ -44,7 +44,7 @@ class Natural(GatherCompressor):
     fixed_nbytes = True
     unbiased = True
     undone_on_device = True
-    reads_half = writes_half = True
+    reads_half = writes_half = sums_parts = True
 
     def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
         seals = list(map(self._unsealed, map(itemgetter(0), lists), keys))
@@ -63,6 +63,7 @@ class Natural(GatherCompressor):
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
         for coded in sums:
             (out,) = coded.outs
-            packed = ops.body_addresses(coded.payloads, ops.natural_nbytes(out.numel()))
-            if failed := groups.natural_decode_sum(packed, out, coded.weight, coded.add):
+            numel = out.numel() if coded.parts == 1 else part_lengths(out.numel(), coded.parts)
+            packed = ops.body_addresses(coded.payloads, ops.natural_nbytes(numel))
+            if failed := groups.natural_decode_sum(packed, out, coded.weight, coded.add, coded.parts):
                 raise ops.PayloadError(ops.NOT_POWERS, failed - 1)

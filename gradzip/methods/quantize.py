@@ -18,7 +18,7 @@ from ..memory.state import Key
 from ..ops import groups
 from ..ops import tensors as ops
 from .base.compressor import is_number
-from .base.gather import CodedSum, GatherCompressor, all_finite, from_rank
+from .base.gather import CodedSum, GatherCompressor, all_finite, from_rank, part_lengths
 from .base.group import Group
 from .base.list_codec import ListCodec
 from .base.registry import register
@@ -66,7 +66,7 @@ class QSGD(GatherCompressor):
 
     unbiased = True
     undone_on_device = True
-    reads_half = True
+    reads_half = sums_parts = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,10 +115,10 @@ class QSGD(GatherCompressor):
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
         for coded in sums:
             (out,) = coded.outs
-            norms_end, packed_nbytes = self._ends(out.numel())
+            numel = out.numel() if coded.parts == 1 else part_lengths(out.numel(), coded.parts)
+            norms_end, packed_nbytes = self._ends(numel)
             claimed, elias = zip(*map(_STREAM.unpack, map(attrgetter("fields"), coded.payloads)))
-            nbytes = np.array(claimed, object)
-            nbytes[~np.array(elias, bool)] = packed_nbytes
+            nbytes = np.where(elias, np.array(claimed, object), packed_nbytes)
             norms = ops.body_addresses(coded.payloads, norms_end + nbytes)
             levels, arguments = norms + np.uint64(norms_end), (out, self.bits, self.bucket, coded.weight)
             # Neighbours that are coded alike, usually all of them, are added in one call.
@@ -129,7 +129,7 @@ class QSGD(GatherCompressor):
                     failed = groups.elias_decode_sum(levels[own], nbytes[own], norms[own], *arguments, add)
                     problem = ops.BAD_STREAM
                 else:
-                    failed = groups.quantize_decode_sum(levels[own], norms[own], *arguments, add)
+                    failed = groups.quantize_decode_sum(levels[own], norms[own], *arguments, add, coded.parts)
                     problem = ops.BAD_NORM
                 if failed:
                     raise ops.PayloadError(problem, first + failed - 1)

@@ -160,9 +160,10 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
             self._sum_on_device(sums)
             return
         parsed = []
-        for (out,), payloads, weight, add in sums:
-            terms = for_each(payloads, self.parse, out.numel())
-            parsed.append(ops.WeightedSum(out, [(term, weight) for term in terms], add))
+        for coded in sums:
+            (out,) = coded.outs
+            terms = for_each(coded.payloads, self.parse, out.numel())
+            parsed.append(ops.WeightedSum(out, [(term, coded.weight) for term in terms], coded.add))
         ops.index_code_decode_add_all(parsed)
 
     def _sum_on_device(self, sums: Sequence[CodedSum]) -> None:

@@ -482,12 +482,18 @@ def transform_decode(parts: np.ndarray, code: int, outs: Sequence[Tensor], weigh
 
 
 def quantize_decode_sum(
-    packed: np.ndarray, norms: np.ndarray, out: Tensor, bits: int, bucket: int, weight: float, add: bool = False
-) -> int:
-    """`ops.quantize_decode_sum`. Returns 1 plus the number of a term with a corrupt norm; 0 if there is none."""
-    table = np.stack((packed, norms), axis=1)  # struct QuantizedTerm of csrc/common/quantize.h
+    packed: np.ndarray, norms: np.ndarray, out: Tensor, bits: int, bucket: int, weight: float, add: bool = False,
+    parts: int = 1,
+) -> int:  # fmt: skip
+    """`ops.quantize_decode_sum`. Returns 1 plus the number of a term with a corrupt norm; 0 if there is none.
+
+    parts: of `out`, as `tensor_split` cuts them, with equally many terms each: those of the first part come first.
+    """
+    table = np.empty((len(packed), 2), np.uint64)  # struct QuantizedTerm of csrc/common/quantize.h
+    table[:, 0], table[:, 1] = packed, norms
     rows, n = table.__array_interface__["data"][0], out.numel()
-    arguments = (rows, len(table), n, bits, min(bucket, max(1, n)), weight, add, *_native.floats(out))
+    each = len(table) // parts
+    arguments = (rows, each, parts, n, bits, min(bucket, max(1, n)), weight, add, *_native.floats(out))
     return _native.run_failed("quantize_decode_sum", out, *arguments)
 
 
@@ -503,9 +509,13 @@ def elias_decode_sum(
     return _native.run_failed("elias_decode_sum", out, *arguments)
 
 
-def natural_decode_sum(payloads: np.ndarray, out: Tensor, weight: float, add: bool) -> int:
-    """`ops.natural_decode_sum`. Returns 1 plus the number of a corrupt payload; 0 if there is none."""
-    arguments = (payloads.__array_interface__["data"][0], len(payloads), out.numel(), weight, add, *_native.floats(out))
+def natural_decode_sum(payloads: np.ndarray, out: Tensor, weight: float, add: bool, parts: int = 1) -> int:
+    """`ops.natural_decode_sum`. Returns 1 plus the number of a corrupt payload; 0 if there is none.
+
+    parts: of `out`, as `tensor_split` cuts them, with equally many payloads each: those of the first part come first.
+    """
+    rows, each = payloads.__array_interface__["data"][0], len(payloads) // parts
+    arguments = (rows, each, parts, out.numel(), weight, add, *_native.floats(out))
     return _native.run_failed("natural_decode_sum", out, *arguments)
 
 

@@ -12,7 +12,7 @@ from gradzip.collectives import AllToAll, Gather, Mean
 from gradzip.collectives.fusion import fused
 from gradzip.engines.local import drive
 from gradzip.memory.state import Key
-from gradzip.methods.base.gather import GatherCompressor, scatter_pays
+from gradzip.methods.base.gather import CodedSum, GatherCompressor, scatter_pays
 from gradzip.methods.base.group import averaged, plan_groups
 
 SIZES = [1, 2, 3, 4]
@@ -114,6 +114,24 @@ def test_partitions():
     group.size, group.parts = 3, [x, x]
     ranges = [[piece[:2] for piece in of_rank] for of_rank in rows.partitions(group)]
     assert ranges == [[(0, 30), (70, 100)], [(30, 50), (100, 120)], [(50, 70), (120, 140)]]
+
+
+@pytest.mark.parametrize("method", [gradzip.Natural(), gradzip.QSGD(coding="packed")], ids=["natural", "qsgd"])
+def test_a_vector_in_parts_is_decoded_as_its_parts(method):
+    x = torch.randn(1000)
+    for size in (1, 3, 7):
+        cut = x.tensor_split(size)
+        payloads = method.encode_lists([[part] for part in cut], [Key(0, 0, "w", i) for i in range(len(cut))])
+        opened = method.open_all(payloads, list(map(torch.Tensor.numel, cut)), size)
+        together, apart = torch.ones(1000), torch.ones(1000)
+        method.sum_all([CodedSum([together], opened, 0.3, add=True, parts=size)])
+        for out, payload in zip(apart.tensor_split(size), opened):
+            method.sum_all([CodedSum([out], [payload], 0.3, add=True)])
+        assert torch.equal(together, apart) and together.unique().numel() > 4
+        opened[-1].body[:16] = 255
+        with pytest.raises(gradzip.PayloadError) as refused:
+            method.sum_all([CodedSum([together], opened, 0.3, add=True, parts=size)])
+        assert refused.value.index == size - 1
 
 
 def test_bytes_sent_are_all_shards_and_the_average_of_one():

@@ -19,8 +19,8 @@ static void test(const simt::Buffer<T>& x, int64_t n) {
   cpu::natural_encode(x, dtype, n, 7, replays, expected, &expected_most, 1);
   cpu::natural_encode(start, kFloat, n, 8, replays, other, nullptr, 1);
   const uint8_t* const payloads[] = {expected, other, expected};
-  cpu::natural_decode_sum(payloads, 3, n, 0.3f, false, expected_sum, dtype, &refused, 1);
-  cpu::natural_decode_sum(payloads, 2, n, 0.3f, true, expected_added, kFloat, &refused, 1);
+  cpu::natural_decode_sum(payloads, 3, 1, n, 0.3f, false, expected_sum, dtype, &refused, 1);
+  cpu::natural_decode_sum(payloads, 2, 1, n, 0.3f, true, expected_added, kFloat, &refused, 1);
   simt::in_any_order(n, [&] {
     const simt::Buffer<uint8_t> packed(nbytes, n % 4), too(nbytes, 1);
     const simt::Buffer<T> sum(n, n % 3);
@@ -32,15 +32,15 @@ static void test(const simt::Buffer<T>& x, int64_t n) {
     cuda::natural_encode(start, kFloat, n, 8, replays, too, nullptr, nullptr);
     simt::expect_equal(too.get(), other.get(), nbytes, "natural_encode without most");
     const uint8_t* const coded[] = {packed, too, packed};
-    cuda::natural_decode_sum(coded, 3, n, 0.3f, false, sum, dtype, failed, nullptr);
+    cuda::natural_decode_sum(coded, 3, 1, n, 0.3f, false, sum, dtype, failed, nullptr);
     simt::expect_equal(sum.get(), expected_sum.get(), n, "natural_decode_sum");
-    cuda::natural_decode_sum(coded, 2, n, 0.3f, true, added, kFloat, failed, nullptr);
+    cuda::natural_decode_sum(coded, 2, 1, n, 0.3f, true, added, kFloat, failed, nullptr);
     simt::expect_equal(added.get(), expected_added.get(), n, "natural_decode_sum onto other numbers");
     simt::expect_equal(*failed.get(), 0, "natural_decode_sum: failed");
     if (n == 0) return;
     packed[(n - 1) / 8 * kNaturalBits + (n - 1) % 8] = 0xff;  // all ones from the bit on where the last code begins
     packed[(n - 1) / 8 * kNaturalBits + (n - 1) % 8 + 1] = 0xff;
-    cuda::natural_decode_sum(coded, 2, n, 0.3f, false, sum, dtype, failed, nullptr);
+    cuda::natural_decode_sum(coded, 2, 1, n, 0.3f, false, sum, dtype, failed, nullptr);
     simt::expect_equal(*failed.get(), 1, "natural_decode_sum of an exponent of infinity: failed");
     simt::expect_equal(bool(std::isfinite(to_float(sum[n - 1]))), false,
                        "natural_decode_sum of an exponent of infinity");
@@ -55,13 +55,48 @@ static void test_many(int64_t count) {
   cpu::natural_encode(x, 0, n, 7, nullptr, packed, nullptr, 1);
   const std::vector<const uint8_t*> payloads(size_t(count), packed.get());
   int32_t failed = 0;
-  cpu::natural_decode_sum(payloads.data(), count, n, 0.1f, false, expected, 0, &failed, 1);
-  cuda::natural_decode_sum(payloads.data(), count, n, 0.1f, false, got, 0, &failed, nullptr);
+  cpu::natural_decode_sum(payloads.data(), count, 1, n, 0.1f, false, expected, 0, &failed, 1);
+  cuda::natural_decode_sum(payloads.data(), count, 1, n, 0.1f, false, got, 0, &failed, nullptr);
   simt::expect_equal(got.get(), expected.get(), n, "natural_decode_sum of many payloads");
   simt::expect_equal(failed, 0, "natural_decode_sum of many payloads: failed");
 }
 
+// Parts of one length or two, more of them than a launch takes, with several payloads each.
+template <class T>
+static void test_parts(int64_t n, int64_t parts, int64_t count, bool add) {
+  const Parts of = parts_of(n, parts);
+  const int64_t longest = of.length(0), nbytes = (longest * kNaturalBits + 7) / 8;
+  const simt::Buffer<float> x(simt::data(simt::Kind::normal, longest * parts * count));
+  const simt::Buffer<uint8_t> packed(nbytes * parts * count);
+  const simt::Buffer<T> expected(simt::as<T>(simt::data(simt::Kind::normal, n))),
+      on_cpu(simt::as<T>(simt::data(simt::Kind::normal, n))),
+      got(simt::as<T>(simt::data(simt::Kind::normal, n)), n % 3);
+  const int dtype = dtype_of(got);
+  std::vector<const uint8_t*> payloads;
+  int32_t failed = 0;
+  for (int64_t p = 0; p < parts; ++p) {
+    for (int64_t t = p * count; t < (p + 1) * count; ++t) {
+      payloads.push_back(packed + t * nbytes);
+      cpu::natural_encode(x + t * longest, 0, of.length(p), uint64_t(t), nullptr, packed + t * nbytes, nullptr, 1);
+    }
+    cpu::natural_decode_sum(payloads.data() + p * count, count, 1, of.length(p), 0.3f, add, expected + of.begin(p),
+                            dtype, &failed, 1);
+  }
+  cpu::natural_decode_sum(payloads.data(), count, parts, n, 0.3f, add, on_cpu, dtype, &failed, 1);
+  simt::expect_equal(on_cpu.get(), expected.get(), n, "natural_decode_sum in parts on the CPU");
+  cuda::natural_decode_sum(payloads.data(), count, parts, n, 0.3f, add, got, dtype, &failed, nullptr);
+  simt::expect_equal(got.get(), expected.get(), n, "natural_decode_sum in parts");
+  simt::expect_equal(failed, 0, "natural_decode_sum in parts: failed");
+  std::fill_n(packed + nbytes * count * (parts - 1), 2, uint8_t(0xff));
+  cpu::natural_decode_sum(payloads.data(), count, parts, n, 0.3f, add, on_cpu, dtype, &failed, 1);
+  simt::expect_equal(failed, int32_t(count * (parts - 1) + 1),
+                     "natural_decode_sum in parts: number of a corrupt payload");
+}
+
 int main() {
+  for (int64_t n : {7, 4096, 20001})
+    test_parts<float>(n, 7, 1, false), test_parts<BFloat16>(n, 3, 2, false), test_parts<float>(n, 3, 2, true);
+  if (!simt::kRaces) test_parts<float>(2003, 500, 1, false), test_parts<float>(300, 3, 200, true);
   for (int64_t n : simt::kSizes)
     for (simt::Kind kind : simt::kKinds) {
       const std::vector<float> x = simt::data(kind, n);

@@ -26,8 +26,8 @@ static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t buck
   int32_t refused = 0;
   cpu::quantize_decode(expected_codes, expected_norms, n, bits, bucket, expected_values, &refused, 1);
   const QuantizedTerm term{expected, expected_norms}, three[] = {term, term, term};
-  cpu::quantize_decode_sum(&term, 1, n, bits, bucket, 0.3f, true, expected_sum, 0, &refused, 1);
-  cpu::quantize_decode_sum(three, 3, n, bits, bucket, 0.3f, false, expected_three, 0, &refused, 1);
+  cpu::quantize_decode_sum(&term, 1, 1, n, bits, bucket, 0.3f, true, expected_sum, 0, &refused, 1);
+  cpu::quantize_decode_sum(three, 3, 1, n, bits, bucket, 0.3f, false, expected_three, 0, &refused, 1);
   simt::expect_equal(refused, 0, "failed on the CPU");
   simt::in_any_order(n, [&] {
     const simt::Buffer<float> norms(buckets);
@@ -44,9 +44,9 @@ static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t buck
     cuda::quantize_decode(codes, norms, n, bits, bucket, values, failed, nullptr);
     simt::expect_equal(values.get(), expected_values.get(), n, "quantize_decode, " + what);
     const QuantizedTerm coded{packed, norms}, and_again[] = {coded, coded, coded};
-    cuda::quantize_decode_sum(&coded, 1, n, bits, bucket, 0.3f, true, sum, 0, failed, nullptr);
+    cuda::quantize_decode_sum(&coded, 1, 1, n, bits, bucket, 0.3f, true, sum, 0, failed, nullptr);
     simt::expect_equal(sum.get(), expected_sum.get(), n, "quantize_decode_sum onto other numbers, " + what);
-    cuda::quantize_decode_sum(and_again, 3, n, bits, bucket, 0.3f, false, sum_of_three, 0, failed, nullptr);
+    cuda::quantize_decode_sum(and_again, 3, 1, n, bits, bucket, 0.3f, false, sum_of_three, 0, failed, nullptr);
     simt::expect_equal(sum_of_three.get(), expected_three.get(), n, "quantize_decode_sum, " + what);
     simt::expect_equal(*failed.get(), 0, "failed, " + what);
     if (n == 0) return;
@@ -55,7 +55,7 @@ static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t buck
     simt::expect_equal(*failed.get(), 1, "quantize_decode of a level beyond the largest: failed");
     *failed.get() = 0;
     norms[buckets - 1] = n % 2 ? -1.0f : INFINITY;
-    cuda::quantize_decode_sum(and_again, 2, n, bits, bucket, 0.3f, false, sum, 0, failed, nullptr);
+    cuda::quantize_decode_sum(and_again, 2, 1, n, bits, bucket, 0.3f, false, sum, 0, failed, nullptr);
     simt::expect_equal(*failed.get(), 1, "quantize_decode_sum of a norm there is not: failed");
     for (int64_t i = (buckets - 1) * bucket; i < n; ++i)
       simt::expect_equal(std::isnan(sum[i]), true, "quantize_decode_sum of a norm there is not");
@@ -77,8 +77,8 @@ static void test_half(int64_t n, int bits, int64_t bucket, int norm) {
   simt::expect_equal(norms.get(), expected_norms.get(), buckets, "quantize_packed of 16-bit floats: norms");
   const QuantizedTerm terms[] = {{packed, norms}, {packed, norms}};
   int32_t failed = 0;
-  cpu::quantize_decode_sum(terms, 2, n, bits, bucket, 0.3f, false, expected_sum, dtype, &failed, 1);
-  cuda::quantize_decode_sum(terms, 2, n, bits, bucket, 0.3f, false, sum, dtype, &failed, nullptr);
+  cpu::quantize_decode_sum(terms, 2, 1, n, bits, bucket, 0.3f, false, expected_sum, dtype, &failed, 1);
+  cuda::quantize_decode_sum(terms, 2, 1, n, bits, bucket, 0.3f, false, sum, dtype, &failed, nullptr);
   simt::expect_equal(sum.get(), expected_sum.get(), n, "quantize_decode_sum to 16-bit floats");
   simt::expect_equal(failed, 0, "quantize_decode_sum to 16-bit floats: failed");
 }
@@ -111,13 +111,50 @@ static void test_many(int64_t count) {
   cpu::quantize_packed(x, 0, 1, n, 4, 32, 0, &key, nullptr, 0, packed, norms, 1);
   const std::vector<QuantizedTerm> terms(size_t(count), {packed, norms});
   int32_t failed = 0;
-  cpu::quantize_decode_sum(terms.data(), count, n, 4, 32, 0.1f, false, expected, 0, &failed, 1);
-  cuda::quantize_decode_sum(terms.data(), count, n, 4, 32, 0.1f, false, got, 0, &failed, nullptr);
+  cpu::quantize_decode_sum(terms.data(), count, 1, n, 4, 32, 0.1f, false, expected, 0, &failed, 1);
+  cuda::quantize_decode_sum(terms.data(), count, 1, n, 4, 32, 0.1f, false, got, 0, &failed, nullptr);
   simt::expect_equal(got.get(), expected.get(), n, "quantize_decode_sum of many terms");
   simt::expect_equal(failed, 0, "quantize_decode_sum of many terms: failed");
 }
 
+// Parts of one length or two, more of them than a launch takes, with several terms each.
+template <class T>
+static void test_parts(int64_t n, int64_t parts, int64_t count, int64_t bucket, bool add) {
+  const Parts of = parts_of(n, parts);
+  const int64_t longest = of.length(0), nbytes = (longest * 5 + 7) / 8, buckets = (longest + bucket - 1) / bucket;
+  const simt::Buffer<float> x(simt::data(simt::Kind::normal, longest * parts * count)), norms(buckets * parts * count);
+  const simt::Buffer<uint8_t> packed(nbytes * parts * count);
+  const simt::Buffer<T> expected(simt::as<T>(simt::data(simt::Kind::normal, n))),
+      got(simt::as<T>(simt::data(simt::Kind::normal, n)), n % 3);
+  std::vector<QuantizedTerm> terms;
+  int32_t failed = 0;
+  for (int64_t p = 0; p < parts; ++p) {
+    for (int64_t t = p * count; t < (p + 1) * count; ++t) {
+      const uint64_t key = uint64_t(t);
+      terms.push_back({packed + t * nbytes, norms + t * buckets});
+      cpu::quantize_packed(x + t * longest, 0, 1, of.length(p), 5, bucket, 0, &key, nullptr, 0, packed + t * nbytes,
+                           norms + t * buckets, 1);
+    }
+    cpu::quantize_decode_sum(terms.data() + p * count, count, 1, of.length(p), 5, bucket, 0.3f, add,
+                             expected + of.begin(p), dtype_of(got), &failed, 1);
+  }
+  const simt::Buffer<T> on_cpu(simt::as<T>(simt::data(simt::Kind::normal, n)));
+  cpu::quantize_decode_sum(terms.data(), count, parts, n, 5, bucket, 0.3f, add, on_cpu, dtype_of(got), &failed, 1);
+  simt::expect_equal(on_cpu.get(), expected.get(), n, "quantize_decode_sum in parts on the CPU");
+  cuda::quantize_decode_sum(terms.data(), count, parts, n, 5, bucket, 0.3f, add, got, dtype_of(got), &failed, nullptr);
+  simt::expect_equal(got.get(), expected.get(), n, "quantize_decode_sum in parts");
+  simt::expect_equal(failed, 0, "quantize_decode_sum in parts: failed");
+  norms[buckets * count * (parts - 1)] = -1.0f;
+  cpu::quantize_decode_sum(terms.data(), count, parts, n, 5, bucket, 0.3f, add, on_cpu, dtype_of(got), &failed, 1);
+  simt::expect_equal(failed, int32_t(count * (parts - 1) + 1),
+                     "quantize_decode_sum in parts: number of a corrupt term");
+}
+
 int main() {
+  for (int64_t n : {7, 4096, 20001})
+    test_parts<float>(n, 7, 1, 32, false), test_parts<BFloat16>(n, 3, 2, 512, false),
+        test_parts<float>(n, 3, 2, 7, true);
+  if (!simt::kRaces) test_parts<float>(2003, 250, 1, 512, false), test_parts<float>(300, 3, 100, 32, true);
   for (int64_t bucket : {int64_t(100), int64_t(5000)}) test_rows(2, 5001, 4, bucket);
   if (!simt::kRaces) test_rows(600, 33, 5, 7), test_many(0), test_many(500);
   for (int64_t n : {1, 33, 8193, 20001})

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +38,7 @@ class CodedSum(NamedTuple):
     payloads: Sequence[ops.Payload]
     weight: float
     add: bool = False  # to `outs`, rather than overwrite them
+    parts: int = 1  # if more, of the only one of `outs`, as `tensor_split` cuts it: each has one of the payloads
 
 
 class Undecoded(list[ops.Payload]):
@@ -96,6 +98,9 @@ class GatherCompressor(Compressor):
     # Whether payloads on a device have lengths that follow from the gradients' shapes and the step. Ranks need not
     # exchange lengths then.
     fixed_nbytes = False
+
+    # Whether `sum_all` takes a vector in parts (`CodedSum.parts`).
+    sums_parts = False
 
     number: ClassVar[int]  # in payload headers, set by `register`
     seed = 0  # of random draws; methods that draw declare it as a hyper-parameter
@@ -476,6 +481,9 @@ class GatherCompressor(Compressor):
     def _decode_partitions(self, payloads: Sequence[ops.Payload], group: Group, outs: Sequence[Tensor]) -> Routine:
         """Coroutine: `decode_all` for payloads of partitions, in rank order."""
         yield from ()
+        if self.sums_parts:
+            self._sum_all([CodedSum(outs, payloads, 1.0, parts=group.size)])
+            return
         views = [[piece.view for piece in partition] for partition in self.partitions(group, outs)]
         self._sum_all([CodedSum(of_rank, [payload], 1.0) for of_rank, payload in zip(views, payloads)])
 
@@ -541,6 +549,11 @@ def scatter_pays(nbytes: float, size: int) -> bool:
     link = Link(size, NOMINAL_BANDWIDTH, NOMINAL_LATENCY)
     scattered = link.all_to_all(nbytes) + link.all_gather(nbytes / size) + NOMINAL_OPERATION
     return scattered < link.all_gather(nbytes)
+
+
+def part_lengths(numel: int, parts: int) -> Any:
+    """The elements of each of the parts that `tensor_split` cuts so many elements in."""
+    return numel // parts + (np.arange(parts) < numel % parts)
 
 
 def for_each(
