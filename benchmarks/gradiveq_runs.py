@@ -80,6 +80,7 @@ VARIANTS: dict[str, str | Variant] = {
     "the same, with K / d of 12": Variant(compressed=ALWAYS, decay=1.0, fresh=True, ratio=12),
     "the same, from 10 samples on": Variant(samples=10, compressed=ALWAYS, decay=1.0, fresh=True, ratio=12),
     "from 10 samples on, with K / d of 8": Variant(samples=10, compressed=ALWAYS, decay=1.0, fresh=True),
+    "from 20 samples on, with K / d of 8": Variant(samples=20, compressed=ALWAYS, decay=1.0, fresh=True),
     "residual, a slice in each step, no basis": Variant(
         samples=1, compressed=ALWAYS, decay=1.0, fresh=True, basis=False
     ),
