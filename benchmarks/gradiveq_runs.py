@@ -54,6 +54,7 @@ class Variant:
         fresh: a slice in turn is sent whole in compressed steps, and is a new sample.
         basis: False: nothing but these slices is sent.
         ratio: K / d, at least.
+        half: numbers are sent as float16.
     """
 
     first: bool = False
@@ -63,6 +64,11 @@ class Variant:
     fresh: bool = False
     basis: bool = True
     ratio: int = 8
+    half: bool = False
+
+    def sent(self, x: Tensor) -> Tensor:
+        """What others receive."""
+        return x.half().float() if self.half else x
 
 
 ALWAYS = 10**6  # steps: one cycle
@@ -81,6 +87,7 @@ VARIANTS: dict[str, str | Variant] = {
     "the same, from 10 samples on": Variant(samples=10, compressed=ALWAYS, decay=1.0, fresh=True, ratio=12),
     "from 10 samples on, with K / d of 8": Variant(samples=10, compressed=ALWAYS, decay=1.0, fresh=True),
     "from 20 samples on, with K / d of 8": Variant(samples=20, compressed=ALWAYS, decay=1.0, fresh=True),
+    "a new sample in each step, sent as float16": Variant(compressed=ALWAYS, decay=1.0, fresh=True, half=True),
     "residual, a slice in each step, no basis": Variant(
         samples=1, compressed=ALWAYS, decay=1.0, fresh=True, basis=False
     ),
@@ -95,7 +102,7 @@ class Layer:
         self.samples: list[Tensor] = []  # slices of a step, then centred ones, (K,) each
         self.basis: Tensor | None = None  # (d, K)
         self.left = 0
-        self.step = self.sent = 0  # sent: numbers
+        self.step, self.sent = 0, 0.0  # sent: numbers of 32 bits
         self.lost: list[float] = []  # share of the energy, in each compressed step
         number = shape.numel() // self.size
         self.residual, self.means = torch.zeros(number, self.size), torch.zeros(number, self.size)
@@ -108,15 +115,17 @@ class Layer:
         if self.basis is not None:
             slices = self.compress(slices)
         else:
-            self.sent += slices.numel()
-            if self.step > WARM_UP:
-                slices = self.sample(slices)
+            self.count(slices.numel())
+            slices = self.sample(slices) if self.step > WARM_UP else self.variant.sent(slices)
         return unflatten(slices.view(-1), self.shape)
 
+    def count(self, numbers: int) -> None:
+        self.sent += numbers / 2 if self.variant.half else numbers
+
     def sample(self, slices: Tensor) -> Tensor:
-        whole = slices + self.residual
+        whole = self.variant.sent(slices + self.residual)
         if not self.residual.any():  # with a residual, it would be no gradient
-            self.samples.append(slices.clone())
+            self.samples.append(whole.clone())
         self.residual.zero_()
         if len(self.samples) == self.variant.samples:
             past = torch.stack(self.samples)
@@ -138,12 +147,12 @@ class Layer:
         assert self.basis is not None
         whole = slices if self.variant.decay is None else slices + self.variant.decay * self.residual
         rest = whole - self.means
-        decoded = (rest @ self.basis.t()) @ self.basis + self.means
-        self.sent += len(slices) * len(self.basis)
+        decoded = self.variant.sent(rest @ self.basis.t()) @ self.basis + self.means
+        self.count(len(slices) * len(self.basis))
         if self.variant.fresh:
             turn = self.step % len(slices)
-            decoded[turn] = whole[turn]
-            self.sent += self.size - len(self.basis)
+            decoded[turn] = self.variant.sent(whole[turn])
+            self.count(self.size - len(self.basis))
             self.samples = [*self.samples[1:], rest[turn].clone()]
             if self.step % LEARN_EVERY == 0:
                 self.learn()

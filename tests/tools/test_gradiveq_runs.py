@@ -44,3 +44,16 @@ def test_bases_lose_nothing_of_gradients_in_their_span():
     for a, b in factors.tolist():
         assert (layer.average(a * first + b * second) - (a * first + b * second)).abs().max() < 1e-3
     assert len(layer.lost) == 9 and max(layer.lost) < 1e-6
+
+
+def test_half_of_the_bytes_are_sent_as_float16():
+    wide, half = (
+        Layer(Variant(samples=4, compressed=ALWAYS, decay=1.0, fresh=True, half=h), SHAPE) for h in (False, True)
+    )
+    of_steps = gradients(2 + 4 + 3)
+    for gradient in of_steps[:6]:
+        assert torch.equal(half.average(gradient), gradient.half().float())
+        wide.average(gradient)
+    for gradient in of_steps[6:]:
+        assert (half.average(gradient) - wide.average(gradient)).abs().max() < 0.02
+    assert half.sent == wide.sent / 2
