@@ -17,7 +17,8 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -558,6 +559,10 @@ def errors():
     float8 = Net().to(FLOAT8)
     for model in (integers, encoded, float8):
         fully_shard(model, mesh=whole)
+    pairs, several = FSDPMeshInfo(mesh(2)["shard"], shard_mesh_dim=0), Net()
+    fully_shard(
+        several, mesh=whole, shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), pairs) if p.dim() > 1 else None
+    )
     gradzip.fsdp.quantize(twice, gather=nearest)
     different = sharded(whole)
     gradzip.fsdp.quantize(different, gather=gradzip.BlockFloat(rounding="nearest", bits=4 + 4 * (rank % 2)))
@@ -575,6 +580,7 @@ def errors():
         "parameters of integers": message(lambda: gradzip.fsdp.quantize(integers, gather=nearest)),
         "parameters of float8": message(lambda: gradzip.fsdp.quantize(float8, gather=nearest)),
         "encoded": message(lambda: gradzip.fsdp.quantize(encoded, gather=nearest)),
+        "several meshes": message(lambda: gradzip.fsdp.quantize(several, gather=nearest)),
         "twice": message(lambda: gradzip.fsdp.quantize(twice, gather=nearest)),
         "sharded twice": message(lambda: fully_shard(twice.blocks[0], mesh=whole)),
         "unsharded": message(lambda: gradzip.fsdp.quantize(Net(), gather=nearest)),

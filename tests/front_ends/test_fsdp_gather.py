@@ -444,6 +444,7 @@ ERRORS = {
     "parameters of integers": r"ValueError: quantize: got module '' with parameters of .*int64.*, expected float32,",
     "parameters of float8": r"ValueError: quantize: got module '' with parameters of .*float8_e4m3fn.*, expected",
     "encoded": r"ValueError: quantize: got module '' whose parameters encode themselves, expected plain ones",
+    "several meshes": r"ValueError: quantize: got module '' with parameters on several meshes, expected one mesh",
     "twice": r"ValueError: quantize: got module '', which is quantized already, expected one call",
     "sharded twice": r"\w+Error: .*fully_shard",  # torch's
     "unsharded": r"ValueError: quantize: got a model without sharded modules, expected one after fully_shard",
@@ -461,3 +462,4 @@ ERRORS = {
 def test_errors(job, case):
     for results in job["errors"]:
         assert re.match(ERRORS[case], results[case], re.DOTALL), results[case]
+        assert "\n" not in results[case] or case == "sharded twice"
