@@ -364,6 +364,9 @@ class _Stream:
     def record_event(self, event: Any = None) -> _Stream:
         return self
 
+    def elapsed_time(self, end: Any) -> float:
+        return 1.0
+
     def record(self, stream: Any = None) -> None: ...
     def wait_stream(self, stream: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
@@ -512,6 +515,11 @@ def stand_in(compute: bool = True, small: int = SMALL) -> Iterator[StandIn]:
     simt = simt_module()
     mode = _Mode(Counts(), math.inf if compute else small)
     stream = _Stream(mode)
+
+    class Event(_Stream):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(mode)
+
     kernels = types.SimpleNamespace(**vars(_C) | {"cuda": _Kernels(mode, simt), "cuda_built": True})
     with contextlib.ExitStack() as stack:
         simt.count_only(MULTIPROCESSORS)
@@ -526,7 +534,7 @@ def stand_in(compute: bool = True, small: int = SMALL) -> Iterator[StandIn]:
             (torch.cuda, "synchronize", lambda device=None: mode.counts.add_sync("synchronize")),
             (torch.cuda, "current_stream", lambda device=None: stream),
             (torch.cuda, "Stream", lambda **options: stream),
-            (torch.cuda, "Event", lambda **options: stream),
+            (torch.cuda, "Event", Event),
             (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
             (DTensor, "device", property(lambda x: x._local_tensor.device)),
             (DTensor, "is_cuda", property(lambda x: x._local_tensor.is_cuda)),

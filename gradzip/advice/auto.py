@@ -29,7 +29,7 @@ from ..methods.cast import Cast
 from ..methods.none import NoCompression
 from ..methods.spec import parse, unparse
 from .advice import named
-from .measure import Moment, measure_gradients, moment, seconds_between
+from .measure import Moment, errors_of, moment, seconds_between
 from .studies import OPTIMIZERS, SAFE, is_safe
 
 logger = logging.getLogger("gradzip.auto")
@@ -82,8 +82,8 @@ class Auto(Composite):
             among them: allow what trains your network well. None: those of `fp16`, `block-float`,
             `qsgd:coding=packed` and `acpsgd` that are safe with the optimizer.
         max_error: the largest error |x - decoded| / |x| on the gradient of a parameter, without a residual, with which
-            a method may be chosen. It is measured in one uncompressed step, in which all gradients are copied. Error
-            feedback makes up for errors near 1 (`acpsgd`). None: any error.
+            a method may be chosen. It is measured in one uncompressed step, in which all gradients are copied, in the
+            buckets of the job. Error feedback makes up for errors near 1 (`acpsgd`). None: any error.
         every: steps after which methods are compared again; 0: never. A method is tried again if that costs less than
             2 % of the time, and is chosen if it is faster by the margin, at least 3 %. With `max_error`, errors are
             measured again.
@@ -100,7 +100,7 @@ class Auto(Composite):
     On rank 0, the logger "gradzip.auto" gets a line for each decision: a warning for the first one and for changes, so
     that it is seen without any configuration of logging. The choice is a part of the state dict. If that
     is loaded in a group of another size, the choice is made again. On a device, steps are timed by its events: Auto
-    waits once for all steps of a turn.
+    waits once for all steps of a turn, and once for the errors of a method.
 
     `fp16` overflows if a gradient or an average exceeds 65504. Such a step is skipped on all ranks. If many steps
     may overflow, use a GradScaler, which lowers the scale, or leave `fp16` out of `allow`.
@@ -144,7 +144,7 @@ class Auto(Composite):
         self._leader: weakref.ref[Engine] | None = None  # engine of the optimizer whose steps are measured
         self._members: tuple[int, ...] = ()  # of that engine
         self._others = 0  # steps of other optimizers since that optimizer's last step
-        self._device = torch.device("cpu")  # of the last gradient
+        self.device = torch.device("cpu")  # of the last gradient
         self._reset(0)
 
     def _reset(self, size: int) -> None:
@@ -161,8 +161,8 @@ class Auto(Composite):
         self._set_current(self.chosen, trial=False)
         self._search: Steps[None] | None = None
         self._step_start: Moment | None = None
-        # Copies of this step's gradients, by the name of the state, if they are to be kept.
-        self.gradients: dict[str, Tensor] | None = None
+        # Copies of this step's gradients, by bucket and by the name of the state, if they are to be kept.
+        self.gradients: list[dict[str, Tensor]] | None = None
 
     def _set_current(self, index: int, trial: bool) -> None:
         """Set the part in use: the chosen one, or one on trial, which leaves residuals where they are."""
@@ -206,11 +206,10 @@ class Auto(Composite):
             super().register_parameter(name, shape, state_name)
 
     def observe(self, group: Group) -> None:
-        self._device = group.gradients[0].device
+        self.device = group.gradients[0].device
         if self.gradients is not None:
-            for name, grad in zip(group.names, group.gradients):
-                if not self.bypasses(grad):
-                    self.gradients[name] = grad.detach().clone()
+            named = zip(group.names, group.gradients)
+            self.gradients.append({name: x.detach().clone() for name, x in named if not self.bypasses(x)})
 
     def skip_step(self) -> None:
         super().skip_step()
@@ -236,7 +235,7 @@ class Auto(Composite):
 
     def _moment(self) -> Moment | None:
         """This moment, while methods are compared."""
-        return moment(self._device) if not self.decided or self.steps_since >= self.every > 0 else None
+        return moment(self.device) if not self.decided or self.steps_since >= self.every > 0 else None
 
     def _is_measured(self, engine: Engine) -> bool:
         """Whether the steps of this engine's optimizer are measured, rather than those of another optimizer."""
@@ -394,27 +393,24 @@ def allowed_methods(auto: Auto) -> Steps[list[int]]:
     if auto.max_error is None:
         return everything
     auto.use(NONE)
-    auto.gradients = {}  # of the next step
+    auto.gradients = []  # of the next step
     engine, _ = yield
-    gradients, auto.gradients = auto.gradients or {}, None
-    errors = engine.max_over_ranks([_error(auto, i, gradients) for i in everything], "gradzip.auto")
+    buckets, auto.gradients = auto.gradients or [], None
+    errors = engine.max_over_ranks([_error(auto, i, buckets) for i in everything], "gradzip.auto")
     return [i for i in everything if i == NONE or errors[i] <= auto.max_error]
 
 
-def _error(auto: Auto, index: int, gradients: Mapping[str, Tensor]) -> float:
+def _error(auto: Auto, index: int, buckets: Sequence[Mapping[str, Tensor]]) -> float:
     """The largest error of a method on any gradient that it compresses; infinity if one is not finite."""
-    part, largest = auto.parts[index], 0.0
-    for name, gradient in gradients.items():
-        if part.bypasses(gradient):
-            continue
-        try:
-            found = measure_gradients(part, {name: gradient}, ranks=1, repeats=2, clock=lambda device: 0.0)
-        except Exception as failure:  # out of memory, for example: other ranks wait for this one's measurements
-            logger.warning("%s on %s was not measured, and is not chosen: %r", auto.specs[index], name, failure)
-            return math.inf
-        error = found[name].error
-        largest = max(largest, error if math.isfinite(error) else math.inf)
-    return largest
+    part, errors = auto.parts[index], [0.0]
+    compressed = [{name: x for name, x in bucket.items() if not part.bypasses(x)} for bucket in buckets]
+    try:
+        found = [errors_of(part, bucket) for bucket in compressed if bucket]
+        errors += torch.cat([of_bucket.to(auto.device) for of_bucket in found]).tolist() if found else []
+    except Exception as failure:  # out of memory, for example: other ranks wait for this one's measurements
+        logger.warning("%s was not measured, and is not chosen: %r", auto.specs[index], failure)
+        return math.inf
+    return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
 def time_methods(auto: Auto, methods: Sequence[int], turns: int) -> Steps[tuple[Engine, Times]]:

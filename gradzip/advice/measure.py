@@ -25,7 +25,7 @@ from ..collectives.traffic import Traffic, sent_nbytes
 from ..engines import local
 from ..memory.streams import no_autocast
 from ..methods.base.compressor import Compressor
-from ..methods.base.group import averaged
+from ..methods.base.group import averaged, plan_groups
 from ..ops import tensors as ops
 from .cost import Compressed, Layer, Link
 
@@ -115,6 +115,36 @@ def measure_gradients(
         error = float(torch.linalg.vector_norm(grad.double() - decoded.double())) / norm if norm else 0.0
         measured[name] = Measurement(*_mean_of(steps[name][1:]), error)
     return measured
+
+
+def errors_of(compressor: Compressor, grads: Mapping[str, Tensor]) -> Tensor:
+    """The errors |x - decoded| / |x| of the gradients of a bucket, as numbers on their device. Does not wait for it.
+
+    A step averages them together, as in training, as one rank, and without a residual. Three steps come before it, for
+    factors of low rank. The method is cloned.
+
+    Shape: one for each gradient, float64. 0 for a gradient of zeros, NaN for one that is not finite.
+    """
+    own = compressor.clone()
+    for remaining in (3, 2, 1, 0):
+        if not remaining:
+            for part in own.parts:
+                part.memory.drop_rank_local()
+        decoded = [grad.clone() for grad in grads.values()]
+        for group in plan_groups(own, decoded, list(grads)):
+            routine, result = group.average([decoded[i] for i in group.indices]), None
+            with no_autocast(group.device):
+                while not isinstance(item := advance(routine, result), Done):
+                    (result,) = local.run([item])
+                group.end_step(skipped=not group.finite)
+    norms, errors = (
+        torch.stack([torch.linalg.vector_norm(x) for x in of])
+        for of in (
+            (grad.double() for grad in grads.values()),
+            (grad.double() - average.double() for grad, average in zip(grads.values(), decoded)),
+        )
+    )
+    return torch.where(norms == 0, norms, errors / norms)
 
 
 def _step(group: Sequence[Compressor], grad: Tensor, name: str, ranks: int, clock: Clock) -> tuple[Compressed, Tensor]:

@@ -27,6 +27,8 @@ _PREFIX = 16  # bytes before a part: its length, and the length of its sender's 
 # torch may give the next group the name of another one, or that of a destroyed one, whose addresses are in the store.
 _free: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
 
+_next_number = 0  # of the next process group's name
+
 
 class TorchEngine(Engine):
     """Runs collectives over a process group. Bytes sent include padding.
@@ -73,7 +75,7 @@ class TorchEngine(Engine):
     @cached_property
     def ring(self) -> Ring:
         """The ring for RingSums, on a process group of its own, where no other operation can come between."""
-        return Ring(_new_group(self.group, [range(self.size)]), traffic=self.traffic)
+        return Ring(_new_group(self, [range(self.size)]), traffic=self.traffic)
 
     def separate(self) -> None:
         self.group = self._borrow(self.group)
@@ -85,7 +87,7 @@ class TorchEngine(Engine):
         engine, free = TorchEngine(group, Traffic(), self.device), _free.setdefault(group, {})
         names = engine.allgather_bytes(json.dumps(list(free)).encode(), "free")
         common = set.intersection(*(set(json.loads(of_rank)) for of_rank in names))
-        borrowed = free.pop(min(common)) if common else _new_group(group, [range(engine.size)])
+        borrowed = free.pop(min(common)) if common else _new_group(engine, [range(engine.size)])
         self._borrowed.append((group, borrowed))
         return borrowed
 
@@ -111,7 +113,7 @@ class TorchEngine(Engine):
     def split(self, groups: Mapping[Scope, Sequence[Sequence[int]]]) -> Mapping[Scope, Engine]:
         engines: dict[Scope, Engine] = {}
         for scope, of_scope in groups.items():
-            engines[scope] = TorchEngine(_new_group(self.group, of_scope), self.traffic, self.device)
+            engines[scope] = TorchEngine(_new_group(self, of_scope), self.traffic, self.device)
             engines[scope].scope = scope
         return engines
 
@@ -143,14 +145,15 @@ class TorchEngine(Engine):
         return [math.fsum(column) for column in zip(*(numbers.tolist() for numbers in gathered))]
 
 
-def _new_group(other: dist.ProcessGroup, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """The group that has this rank, of disjoint process groups of another one's ranks, with its backend.
+def _new_group(engine: TorchEngine, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """The group that has this rank, of disjoint process groups of an engine's ranks, with the backend of its group.
 
-    All ranks of the other one must call it, and no others need to.
+    All ranks of the engine must call it, and no others need to.
 
     Args:
-        groups: the other one's numbers of the ranks.
+        groups: the engine's numbers of the ranks.
     """
+    other = engine.group
     try:
         backend, members = dist.get_backend(other), dist.get_process_group_ranks(other)
     except ValueError:
@@ -163,7 +166,20 @@ def _new_group(other: dist.ProcessGroup, groups: Sequence[Sequence[int]]) -> dis
         # new_group would split the default group, for which all of its ranks must call it (ncclCommSplit).
         return cast(dist.ProcessGroup, dist.split_group(other, list(map(list, groups))))
     ranks = [members[i] for group in groups if other.rank() in group for i in group]
-    return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+    # torch names the group after its ranks and the number of groups that this rank has. With another number on another
+    # rank, as after a change of a mesh, they would wait for each other. No number is used twice.
+    global _next_number
+    known: dict[Any, Any] = cast(Any, dist.distributed_c10d)._world.pg_names
+    own = str(max(len(known), _next_number)).encode()
+    number = max(map(int, TorchEngine(other, Traffic(), engine.device).allgather_bytes(own, "groups")))
+    _next_number = number + 1
+    missing = {object(): "" for _ in range(number - len(known))}
+    known.update(missing)
+    try:
+        return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+    finally:
+        for key in missing:
+            del known[key]
 
 
 class _PendingRing(Pending):

@@ -29,7 +29,7 @@ def loaded(key: str, state_dict: Any, what: str) -> dict[str, Any]:
     what = f"{what}.load_state_dict"
     if not (isinstance(state_dict, Mapping) and key in state_dict):
         got = f"the states of {sorted(state_dict)}" if isinstance(state_dict, Mapping) else in_line(state_dict)
-        expected = f"expected those of {key!r}: load them on as many ranks, with the same mesh"
+        expected = f"expected those of {key!r}: load them on as many ranks, with the same mesh, or begin without"
         raise ValueError(f"{what}: got {got}, {expected}")
     try:
         state: dict[str, Any] = torch.load(io.BytesIO(state_dict[key]), map_location="cpu", weights_only=True)

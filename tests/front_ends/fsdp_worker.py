@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -566,12 +566,14 @@ FEEDBACK = "block-float:bits=4,rounding=nearest"
 class QuantizedJob(Job):
     """A model whose reduce-scatters are quantized, with error feedback."""
 
-    def __init__(self, method=FEEDBACK, replicas=1, error_feedback=True):
+    def __init__(self, method=FEEDBACK, replicas=1, error_feedback=True, among=None):
         super().__init__(None, shards=dist.get_world_size())
         if replicas > 1:  # over which FSDP averages
+            among = mesh(dist.get_world_size() // replicas)
+        if among is not None:
             self.model = Model()
             for module in (self.model.first, self.model.second, self.model):
-                fully_shard(module, mesh=mesh(dist.get_world_size() // replicas))
+                fully_shard(module, mesh=among)
         self.method = gradzip.parse(method) if isinstance(method, str) else method
         self.set_up = gradzip.fsdp.quantize(self.model, reduce=self.method, error_feedback=error_feedback)
 
@@ -627,6 +629,24 @@ def feedback(folder):
         job.model.get_parameter("first.a").requires_grad_(trains)
         results["thawed"].append(job.step(step))
     results["thawed residuals"] = job.residuals()
+    return results
+
+
+FEW = {3: gradzip.parse(FEEDBACK), 2: gradzip.Hierarchical(gradzip.parse(FEEDBACK), local_size=2)}
+
+
+@scenario
+def elastic():
+    """Averages of few ranks, then of all, in the same processes and with the same method, on a new mesh."""
+    results, ranks = {}, dist.get_world_size()
+    mesh(ranks)
+    meshes = {few: [DeviceMesh("cpu", list(range(size))) for size in (few, ranks)] for few in FEW}
+    for few, method in FEW.items():
+        results[few] = []
+        for among, steps in zip(meshes[few], (range(2), range(2, 4))):
+            if among.get_coordinate() is not None:
+                job = QuantizedJob(method, among=among)
+                results[few].append([job.step(step) for step in steps])
     return results
 
 

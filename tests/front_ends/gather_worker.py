@@ -1,11 +1,15 @@
 """Scenarios for tests/front_ends/test_fsdp_gather.py, run by torchrun: FSDP2 that gathers rounded weights."""
 
 import contextlib
+import functools
 import itertools
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -13,7 +17,8 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +27,7 @@ from harness import main, message, on_request, scenario
 
 SPECS = ["block-float:rounding=nearest", "block-float:rounding=nearest,bits=4,block=64"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FLOAT8 = torch.float8_e4m3fn
 NUMEL = 1000
 STEPS, RATE = 3, 0.1
 
@@ -99,8 +105,10 @@ def mesh(shards=None):
     return init_device_mesh("cpu", (size // shards, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def sharded(mesh, checkpoints=False, ties=False, **options):
+def sharded(mesh, checkpoints=False, ties=False, weights=None, **options):
     model = Net(checkpoints, ties)
+    if weights:
+        model.load_state_dict(weights)
     of_root = {name: value for name, value in options.items() if name != "reshard_after_forward"}
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
@@ -121,6 +129,11 @@ def freeze(model):
 
 def compile_all(model):
     model.compile(backend="aot_eager")
+
+
+def unshard_asynchronously(model):
+    for module in (model, *model.blocks):
+        module._set_unshard_async_op(True)
 
 
 @scenario
@@ -163,6 +176,12 @@ def watch(model):
     return seen
 
 
+def gathers_of(model):
+    """What gathers the parameters of each module."""
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    return [state._fsdp_param_group._all_gather_comm for state in states if state._fsdp_param_group]
+
+
 def trained(
     spec, exempt=(), keep=False, reference=None, mesh=None, evaluates=False, resumes=False, prepare=None, infers=False,
     **options,
@@ -182,8 +201,7 @@ def trained(
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     seen = watch(model)
     parameters, sent, kept = [], [0], []
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
-    gathers = [state._fsdp_param_group._all_gather_comm for state in states if state._fsdp_param_group]
+    gathers = gathers_of(model)
     for step in range(STEPS):
         if infers and step == STEPS - 1:
             set_up.load_state_dict(set_up.state_dict())
@@ -245,12 +263,109 @@ def training():
         "prefetch": trained(SPECS[0], mesh=whole, prepare=prefetch),
         "keep, prefetch": trained(SPECS[0], keep=True, mesh=whole, prepare=prefetch),
         "delta, prefetch": trained(SPECS[1], reference="delta", mesh=whole, prepare=prefetch),
+        "asynchronous": trained(SPECS[0], mesh=whole, prepare=unshard_asynchronously),
+        "keep, asynchronous": trained(SPECS[0], keep=True, mesh=whole, prepare=unshard_asynchronously),
+        "delta, asynchronous": trained(SPECS[1], reference="delta", mesh=whole, prepare=unshard_asynchronously),
         "number": trained(SPECS[0], mesh=whole, reshard_after_forward=2),
         "keep, number": trained(SPECS[0], keep=True, mesh=whole, reshard_after_forward=2),
         "delta, number": trained(SPECS[1], reference="delta", mesh=whole, reshard_after_forward=2),
         "delta, inferred": trained(SPECS[1], reference="delta", mesh=whole, infers=True),
-        "one shard": trained(SPECS[0], mesh=mesh(1)["shard"]),
     }
+
+
+FEW, FIRST_STEPS = 3, 2  # ranks before or after an elastic change, and steps before it
+ELASTIC = {"keep": (SPECS[0], {"keep": True}), "delta": (SPECS[1], {"reference": "delta"})}
+
+
+class Elastic:
+    """A model that is made anew on another mesh, with the weights that the former one had."""
+
+    def __init__(self, method, mesh, weights=None, **options):
+        self.method, self.model = method, sharded(mesh, weights=weights)
+        self.set_up = gradzip.fsdp.quantize(self.model, gather=method, **options)
+
+    def weights(self):
+        return {name: p.full_tensor().detach().clone() for name, p in self.model.named_parameters()}
+
+    def steps(self, numbers):
+        """Returns the weights that the first forward pass sees, those after each step, and the bytes of each."""
+        seen, weights, sent = watch(self.model), [], []
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
+        for step in numbers:
+            before = self.method.traffic.bytes_sent
+            optimizer.zero_grad()
+            loss_of(self.model, dist.get_rank(), step).backward()
+            optimizer.step()
+            sent.append(self.method.traffic.bytes_sent - before)
+            weights.append(self.weights())
+        first = {name: weight for _, name, weight in reversed(seen)}
+        numels = {gather._gathered.name: gather._gathered.numels for gather in gathers_of(self.model)}
+        return {"seen": first, "weights": weights, "sent": sent, "exact": self.set_up.exact, "numels": numels}
+
+
+@scenario
+def elastic():
+    """A rank joins in the middle, in the same processes and with the same method."""
+    meshes = [DeviceMesh("cpu", list(range(ranks))) for ranks in (FEW, dist.get_world_size())]
+    results = {}
+    for name, (spec, options) in ELASTIC.items():
+        method, weights, results[name] = gradzip.parse(spec), [None], []
+        for mesh, numbers in zip(meshes, (range(FIRST_STEPS), range(FIRST_STEPS, 2 * FIRST_STEPS))):
+            if mesh.get_coordinate() is not None:
+                job = Elastic(method, mesh, weights[0], **options)
+                results[name].append(job.steps(numbers))
+                weights = [job.weights()]
+            dist.broadcast_object_list(weights, 0)
+    return results
+
+
+@scenario
+def saved(folder):
+    """Steps of all ranks, and a checkpoint of the model and of what `quantize` has set."""
+    results = {}
+    for name, (spec, options) in ELASTIC.items():
+        job = Elastic(gradzip.parse(spec), mesh()["shard"], **options)
+        results[name] = job.steps(range(FIRST_STEPS))
+        dcp.save({"model": job.model.state_dict(), "quantized": job.set_up}, checkpoint_id=str(folder / name))
+    return results
+
+
+@on_request
+def restarted(folder):
+    """Steps of fewer ranks from that checkpoint, and what DCP says where it is to load all of it."""
+    results = {}
+    for name, (spec, options) in ELASTIC.items():
+        job, path, refused = Elastic(gradzip.parse(spec), mesh()["shard"], **options), str(folder / name), ""
+        try:
+            dcp.load({"quantized": job.set_up}, checkpoint_id=path)
+        except CheckpointException as error:  # no Exception
+            refused = str(error)
+        model, partial = job.model.state_dict(), DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load({"model": model, "quantized": job.set_up}, checkpoint_id=path, planner=partial)
+        job.model.load_state_dict(model)
+        results[name] = job.steps(range(FIRST_STEPS, 2 * FIRST_STEPS)), refused
+    return results
+
+
+@scenario
+def one_shard():
+    """Without another rank, nothing is sent or rounded: weights are those of plain FSDP2, and there is a state."""
+    alone, results = mesh(1)["shard"], {}
+    options = {"keep": True}, {"reference": "delta"}, {"reduce": gradzip.BlockFloat(bits=4), "error_feedback": True}
+    for given in ({}, *options):
+        model = sharded(alone)
+        method = gradzip.parse(SPECS[1])
+        set_up = gradzip.fsdp.quantize(model, gather=method, **given) if given else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, 0, step).backward()
+            optimizer.step()
+            if set_up:
+                set_up.load_state_dict(set_up.state_dict())
+        sent = method.traffic.bytes_sent + (given["reduce"].traffic.bytes_sent if "reduce" in given else 0)
+        results[", ".join(given)] = sent, {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    return results
 
 
 @on_request
@@ -325,14 +440,14 @@ def agreement():
         forward(name, evaluates=True, call=model.generate)
     forward("method once more", evaluates=True, call=model.generate)
 
-    def unsharded(tokens):
+    def unsharded(tokens, **options):
         for module in (model, *model.blocks):
-            module.unshard()
+            module.unshard(**options)
         return model(tokens)
 
-    for name in ("unsharded", "unsharded again"):
+    for name, options in {"unsharded": {}, "unsharded again": {"async_op": True}}.items():
         scale(0.9, model.parameters())
-        forward(name, evaluates=True, call=unsharded)
+        forward(name, evaluates=True, call=functools.partial(unsharded, **options))
 
     def fail(*_):
         raise ValueError
@@ -441,8 +556,13 @@ def errors():
     integers, encoded, twice = Net(), Net(), sharded(whole)
     integers.table = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.int64), requires_grad=False)
     encoded.head.weight = torch.nn.Parameter(Encoded(encoded.head.weight.detach()))
-    for model in (integers, encoded):
+    float8 = Net().to(FLOAT8)
+    for model in (integers, encoded, float8):
         fully_shard(model, mesh=whole)
+    pairs, several = FSDPMeshInfo(mesh(2)["shard"], shard_mesh_dim=0), Net()
+    fully_shard(
+        several, mesh=whole, shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), pairs) if p.dim() > 1 else None
+    )
     gradzip.fsdp.quantize(twice, gather=nearest)
     different = sharded(whole)
     gradzip.fsdp.quantize(different, gather=gradzip.BlockFloat(rounding="nearest", bits=4 + 4 * (rank % 2)))
@@ -453,9 +573,14 @@ def errors():
         "topk": message(lambda: gradzip.fsdp.quantize(sharded(whole), gather=gradzip.TopK())),
         "exempt": message(lambda: gradzip.fsdp.all_gather(gradzip.parse(SPECS[0]).exempt_modules(Net(), "embedding"))),
         "integers": message(lambda: gather(flat.repeat(dist.get_world_size()), flat, dist.group.WORLD)),
+        "gathered float8": message(
+            lambda: gather(flat.repeat(dist.get_world_size()).to(FLOAT8), flat.to(FLOAT8), dist.group.WORLD)
+        ),
         "mixed": message(lambda: gradzip.fsdp.quantize(mixed, gather=nearest)),
         "parameters of integers": message(lambda: gradzip.fsdp.quantize(integers, gather=nearest)),
+        "parameters of float8": message(lambda: gradzip.fsdp.quantize(float8, gather=nearest)),
         "encoded": message(lambda: gradzip.fsdp.quantize(encoded, gather=nearest)),
+        "several meshes": message(lambda: gradzip.fsdp.quantize(several, gather=nearest)),
         "twice": message(lambda: gradzip.fsdp.quantize(twice, gather=nearest)),
         "sharded twice": message(lambda: fully_shard(twice.blocks[0], mesh=whole)),
         "unsharded": message(lambda: gradzip.fsdp.quantize(Net(), gather=nearest)),

@@ -23,7 +23,8 @@ RANKS = 4
 ALL = {name: shape for shapes in SHAPES.values() for name, shape in shapes.items()}
 FULL = {name: f"{module}.{name}".lstrip(".") for module, shapes in SHAPES.items() for name in shapes}
 DEFAULT = ["methods", "divided", "nodes", "options", "roots", "one_rank", "interrupted", "checkpointing", "overlap",
-           "loss_scale", "distributed_checkpoint", "errors", "quantized", "feedback", "nodes_of_shards"]  # fmt: skip
+           "loss_scale", "distributed_checkpoint", "errors", "quantized", "feedback", "elastic",
+           "nodes_of_shards"]  # fmt: skip
 LONG = ["more_options", "all_methods", "replicas_only", "shards_only", "native", "clipping", "shared_compressor",
         "momentum", "quantized_training", "auto"]  # fmt: skip
 
@@ -384,26 +385,26 @@ def test_quantized_reduce_scatter_of_gradients_that_are_not_finite(job, spec):
 # --- its error feedback, and nodes
 
 
-def rows_of(module, gradients):
+def rows_of(module, gradients, ranks=RANKS):
     """The gradients of a module as FSDP reduces them: a row for each rank, with the padding of each parameter."""
-    rows = [[] for _ in range(RANKS)]
+    rows = [[] for _ in range(ranks)]
     for name, shape in SHAPES[module].items():
-        chunks = [chunk.reshape(-1) for chunk in gradients[name].chunk(RANKS)]
-        numel = -(-shape[0] // RANKS) * math.prod(shape[1:])
+        chunks = [chunk.reshape(-1) for chunk in gradients[name].chunk(ranks)]
+        numel = -(-shape[0] // ranks) * math.prod(shape[1:])
         for i, row in enumerate(rows):
             own = chunks[i] if i < len(chunks) else torch.zeros(0)
             row += [own, torch.zeros(numel - own.numel())]
     return torch.stack([torch.cat(row) for row in rows]).numpy()
 
 
-def of_parameters(module, row, rank):
+def of_parameters(module, row, rank, ranks=RANKS):
     """A rank's row as gradients by name, without padding."""
     found, start = {}, 0
     for name, shape in SHAPES[module].items():
-        chunks = torch.empty(shape).chunk(RANKS)
+        chunks = torch.empty(shape).chunk(ranks)
         if rank < len(chunks):
             found[name] = torch.from_numpy(row[start : start + chunks[rank].numel()]).view(chunks[rank].shape)
-        start += -(-shape[0] // RANKS) * math.prod(shape[1:])
+        start += -(-shape[0] // ranks) * math.prod(shape[1:])
     return found
 
 
@@ -417,24 +418,27 @@ def nearest(x, bits=4, size=256):
     return out
 
 
-def senders_steps(steps, senders=RANKS, with_feedback=True):
+def senders_steps(steps, senders=RANKS, with_feedback=True, ranks=RANKS):
     """The averages of each rank, by step, where each sender rounds what it has with what it lost before; the residuals.
 
     senders: ranks, or nodes that send the mean of their ranks.
     """
-    residuals = {module: np.zeros((senders, *rows_of(module, zeros()).shape), np.float32) for module in SHAPES}
+    residuals = {module: np.zeros((senders, *rows_of(module, zeros(), ranks).shape), np.float32) for module in SHAPES}
     averages = []
     for step in steps:
-        of_step = [{} for _ in range(RANKS)]
+        of_step = [{} for _ in range(ranks)]
         for module, residual in residuals.items():
-            grads = [rows_of(module, {n: gradient(n, r, step, s) for n, s in ALL.items()}) for r in range(RANKS)]
-            means = np.stack(grads).reshape(senders, RANKS // senders, *grads[0].shape).mean(1, dtype=np.float32)
+            of_ranks = [
+                {name: gradient(name, rank, step, shape) for name, shape in ALL.items()} for rank in range(ranks)
+            ]
+            grads = [rows_of(module, of_rank, ranks) for of_rank in of_ranks]
+            means = np.stack(grads).reshape(senders, ranks // senders, *grads[0].shape).mean(1, dtype=np.float32)
             corrected = means + residual
             sent = np.stack([[nearest(row) for row in of_sender] for of_sender in corrected])
             if with_feedback:
                 residual[:] = corrected - sent
-            for rank in range(RANKS):
-                of_step[rank] |= of_parameters(module, sent.mean(0, dtype=np.float32)[rank], rank)
+            for rank in range(ranks):
+                of_step[rank] |= of_parameters(module, sent.mean(0, dtype=np.float32)[rank], rank, ranks)
         averages.append(of_step)
     return averages, residuals
 
@@ -502,6 +506,23 @@ def test_residuals_are_saved_and_follow_the_loss_scale(job):
         assert_equal(*results["resumed"])
         for averages, expected in zip(results["scaled"], results["averages"], strict=True):
             assert_equal(averages, expected)
+
+
+def test_ranks_that_join_begin_without_residuals(job):
+    """Also those that were there before: residuals are of other shards. Nodes are found again."""
+    (first, _), (later, _) = senders_steps(range(2), 3, ranks=3), senders_steps(range(2, 4))
+    of_nodes, _ = senders_steps(range(2, 4), 2)
+    for rank, results in enumerate(job["elastic"]):
+        for few, expected in ((3, later), (2, of_nodes)):
+            *before, after = results[few]
+            assert len(before) == (rank < few)
+            for step, averages in enumerate(before[0] if before else ()):
+                for name, average in averages.items():  # with one node, gradients are exact
+                    mean = sum(gradient(name, r, step, ALL[name]) for r in range(few)) / few
+                    of_shard = first[step][rank][name] if few == 3 else mean.chunk(few)[rank]
+                    torch.testing.assert_close(average, of_shard, rtol=1e-5, atol=1e-6)
+            for averages, of_ranks in zip(after, expected, strict=True):
+                assert_equal(averages, of_ranks[rank], exact=False, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("with_feedback", [False, True])

@@ -15,7 +15,7 @@ from launch import scenarios, torchrun
 if not dist.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 pytest.importorskip("torch.distributed.fsdp._fully_shard", reason="torch without FSDP2")
-from gather_worker import DTYPES, NUMEL, RATE, SPECS, STEPS, Net, loss_of
+from gather_worker import DTYPES, ELASTIC, FEW, FIRST_STEPS, NUMEL, RATE, SPECS, STEPS, Net, loss_of
 
 RANKS = 4
 BLOCK = ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias"]
@@ -27,8 +27,13 @@ MODULES = {
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    return scenarios(RANKS, "gather_worker.py", tmp_path_factory.mktemp("gather"), run=torchrun)
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("gather")
+
+
+@pytest.fixture(scope="module")
+def job(folder):
+    return scenarios(RANKS, "gather_worker.py", folder, run=torchrun)
 
 
 def rounded(x, spec):
@@ -122,18 +127,21 @@ class Run:
                 found[name] = torch.cat(parts).view(length, *full.shape[1:]).float()
         return parameters | found
 
-    def steps(self):
-        """Train in one process: the gradients at the rounded weights, and the update of the others."""
-        model, parameters = Net(ties=self.ties), self.start()
+    def steps(self, numbers=range(STEPS), parameters=None, trainers=RANKS):
+        """Train in one process: the gradients at the rounded weights, and the update of the others.
+
+        parameters: before the first step. trainers: ranks that have data of their own.
+        """
+        model, parameters = Net(ties=self.ties), parameters or self.start()
         reference = parameters if self.delta else None
-        for step in range(STEPS):
+        for step in numbers:
             used = self.weights(parameters, reference)
             reference = used if self.delta else None
             with torch.no_grad():
                 for name, weight in used.items():
                     model.get_parameter(name).copy_(weight)
             model.zero_grad()
-            sum(loss_of(model, rank, step) / RANKS for rank in range(RANKS)).backward()
+            sum(loss_of(model, rank, step) / trainers for rank in range(trainers)).backward()
             grads = {n: model.get_parameter(n).grad for n in parameters if not n.startswith(self.frozen)}
             parameters = parameters | {name: parameters[name] - RATE * grad for name, grad in grads.items()}
             yield parameters
@@ -219,6 +227,9 @@ ALIKE = {
     "keep, prefetch": SPECS[0],
     "delta, prefetch": "delta",
     "delta, evaluated": "delta",
+    "asynchronous": SPECS[0],
+    "keep, asynchronous": SPECS[0],
+    "delta, asynchronous": "delta",
     "number": SPECS[0],
     "keep, number": SPECS[0],
     "delta, number": "delta",
@@ -331,9 +342,71 @@ def test_blocks_that_run_twice_have_the_weights_of_their_forward_pass(job):
             assert all(torch.equal(weight, first[name]) for _, name, weight in seen)
 
 
-def test_one_shard_sends_nothing(job):
-    for results in job["training"]:
-        assert results["one shard"]["sent"] == [0] * STEPS
+def test_one_shard_sends_and_rounds_nothing(job):
+    for results in job["one_shard"]:
+        (_, exact), *others = results.values()
+        assert len(others) == 3
+        for sent, weights in others:
+            assert sent == 0 and all(torch.equal(weights[name], exact[name]) for name in exact)
+
+
+@pytest.fixture(scope="module")
+def restarted(job, folder):
+    """What fewer ranks do after a start of their own, with the checkpoint of all."""
+    assert job["saved"]
+    return scenarios(FEW, "gather_worker.py", folder, "restarted", run=torchrun)["restarted"]
+
+
+def assert_changed(run, phases, sizes):
+    """The steps of as many ranks as `sizes` says, before an elastic change and after it.
+
+    With differences, the first weights of each phase are exact: ranks gather a reference anew.
+    """
+    spec, options = ELASTIC[run]
+    weights = Run().start()
+    for i, (size, got) in enumerate(zip(sizes, phases, strict=True)):
+        one = Run(spec, delta="reference" in options, ranks=size)
+        used = weights if one.delta else one.weights(weights)
+        for layer, seen in got["seen"].items():
+            weight = used[f"{layer}.weight"]
+            assert torch.equal(seen, weight) if one.delta else assert_close(seen, weight, 2e-7) is None
+        numbers = range(i * FIRST_STEPS, (i + 1) * FIRST_STEPS)
+        steps = one.steps(numbers, weights, trainers=size)
+        for of_step, expected in zip(got["weights"], steps, strict=True):
+            for name, weight in of_step.items():
+                assert_close(weight, expected[name], 2e-5)
+        weights = got["weights"][-1]
+        first, *later = got["sent"]
+        assert later == [nbytes(got, MODULES, spec)] * (FIRST_STEPS - 1)
+        exact = 4 * sum(sum(numels.values()) for numels in got["numels"].values()) if one.delta else later[0]
+        assert 0 < first - exact < 4000  # ranks meet
+
+
+def assert_same_phase(got, expected):
+    assert got["sent"] == expected["sent"]
+    for weights, of_other in zip([got["seen"], *got["weights"]], [expected["seen"], *expected["weights"]], strict=True):
+        assert all(torch.equal(weights[name], of_other[name]) for name in of_other)
+
+
+@pytest.mark.parametrize("run", ELASTIC)
+def test_a_rank_that_joins_has_the_weights_of_the_others(job, run):
+    """In the same processes, with the same method, on a new mesh."""
+    first, *others = (results[run] for results in job["elastic"])
+    assert_changed(run, first, [FEW, RANKS])
+    for rank, phases in enumerate(others, 1):
+        assert len(phases) == 1 + (rank < FEW)
+        for got, expected in zip(reversed(phases), reversed(first)):
+            assert_same_phase(got, expected)
+
+
+@pytest.mark.parametrize("run", ELASTIC)
+def test_fewer_ranks_continue_from_a_checkpoint(job, restarted, run):
+    """References are made anew; what `quantize` has saved is for as many ranks."""
+    assert_changed(run, [job["saved"][0][run], restarted[0][run][0]], [RANKS, FEW])
+    for rank, results in enumerate(restarted):
+        after, refused = results[run]
+        assert_same_phase(after, restarted[0][run][0])
+        assert f"Missing key in checkpoint state_dict: quantized.rank{rank}of{FEW}" in refused
 
 
 def test_local_steps_of_sites_that_gather_differences(job):
@@ -366,9 +439,12 @@ ERRORS = {
     "topk": r"ValueError: all_gather: got TopK\(.*expected gradzip.BlockFloat\(rounding='nearest'\)",
     "exempt": r"ValueError: all_gather: got a method with exempt parameters, expected none: gradzip.fsdp.quantize",
     "integers": r"TypeError: all_gather: got weights of torch.int32.*expected float32, bfloat16 or float16",
+    "gathered float8": r"TypeError: all_gather: got weights of torch.float8_e4m3fn.*expected float32, bfloat16",
     "mixed": r"ValueError: quantize: got module '' with parameters of \['torch.bfloat16', 'torch.float32'\], expected",
     "parameters of integers": r"ValueError: quantize: got module '' with parameters of .*int64.*, expected float32,",
+    "parameters of float8": r"ValueError: quantize: got module '' with parameters of .*float8_e4m3fn.*, expected",
     "encoded": r"ValueError: quantize: got module '' whose parameters encode themselves, expected plain ones",
+    "several meshes": r"ValueError: quantize: got module '' with parameters on several meshes, expected one mesh",
     "twice": r"ValueError: quantize: got module '', which is quantized already, expected one call",
     "sharded twice": r"\w+Error: .*fully_shard",  # torch's
     "unsharded": r"ValueError: quantize: got a model without sharded modules, expected one after fully_shard",
@@ -386,3 +462,4 @@ ERRORS = {
 def test_errors(job, case):
     for results in job["errors"]:
         assert re.match(ERRORS[case], results[case], re.DOTALL), results[case]
+        assert "\n" not in results[case] or case == "sharded twice"

@@ -9,16 +9,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
 import gradzip
 import gradzip.ddp
-from benchmarks.device_ops.__main__ import noise
+import gradzip.fsdp
+from benchmarks.device_ops.__main__ import Sharded, noise
 from benchmarks.device_ops.stand_in import DEVICE, stand_in
 from gradzip.collectives import AllToAll, Broadcast, Gather, Mean, RingSum, ToHost
 from gradzip.collectives.traffic import Traffic
 from gradzip.engines.ring import Ring, _Wire
 from gradzip.engines.torch import TorchEngine
+from gradzip.fsdp import AllGather
 from gradzip.memory.state import Key
 from gradzip.memory.streams import HomeStreams
 from gradzip.methods.base.registry import registered
@@ -206,6 +209,67 @@ def test_with_a_loss_scale(front_end):
     with recorded() as recorder:
         FRONT_ENDS[front_end](compressor, recorder, "two")
     assert recorder.violations == []
+
+
+# --- FSDP2, on the streams of torch's own
+
+LAYERS = {f"{i}.{name}": shape for i in range(2) for name, shape in SHAPES.items()}  # two modules
+NEAREST = "block-float:rounding=nearest"
+# Arguments of `gradzip.fsdp.quantize`.
+QUANTIZED = {
+    "gather": {"gather": NEAREST},
+    "keep": {"gather": NEAREST, "keep": True},
+    "delta": {"gather": NEAREST, "reference": "delta"},
+    "reduce": {"reduce": "block-float", "error_feedback": True},
+}
+
+
+def fsdp_steps(recorder, case, unshards, steps=4):
+    """Steps under FSDP2.
+
+    unshards: forward passes unshard a block ahead of its turn, on the current stream. Backward passes do not.
+    """
+    with ProcessGroup(recorder, SIZE).installed():
+        model = Sharded(LAYERS, init_device_mesh("cuda", (SIZE,)), recorder.device)
+        model.set_reshard_after_forward(True)
+        model.set_reshard_after_backward(True)
+        given = {name: gradzip.parse(value) if name in ("gather", "reduce") else value
+                 for name, value in QUANTIZED[case].items()}  # fmt: skip
+        set_up = gradzip.fsdp.quantize(model, **given)
+        first, second = model.blocks
+        if unshards:
+            first.register_forward_pre_hook(lambda *_, block=second: block.unshard(async_op=True) and None)
+        for step in range(steps):
+            gradients = {
+                name: recorder.device.tensor(noise(shape.numel(), step).view(shape).clone())
+                for name, shape in LAYERS.items()
+            }
+            model.backward(gradients)
+            with torch.no_grad():
+                for parameter in model.named.values():
+                    parameter.to_local().mul_(0.9)
+        del model, first, second, set_up
+
+
+@pytest.mark.parametrize("unshards", [False, True])
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_shards_are_handed_over_in_order(case, unshards):
+    with recorded() as recorder:
+        fsdp_steps(recorder, case, unshards)
+    assert recorder.violations == [] and len(recorder.used) > 2
+
+
+def test_a_gather_on_a_stream_of_its_own_is_noticed(monkeypatch):
+    gather = AllGather._gather
+
+    def aside(*arguments):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            gather(*arguments)
+
+    monkeypatch.setattr(AllGather, "_gather", aside)
+    with recorded() as recorder:
+        fsdp_steps(recorder, "gather", unshards=False, steps=1)
+    assert any("on default reads what _foreach_copy_" in found for found in recorder.violations)
 
 
 # --- what is safe here, and what is not

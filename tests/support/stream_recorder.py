@@ -46,8 +46,30 @@ class Stream:
         self.recorder.sweep()
         _join(self.clock, clock)
 
+    def wait_event(self, event):
+        self.wait(event.clock)
+
+    def record_event(self, event=None):
+        event = event or Event(self.recorder)
+        event.record(self)
+        return event
+
     def __repr__(self):
         return self.name
+
+
+class Event:
+    """An event of the stand-in device. clock: what comes before it."""
+
+    def __init__(self, recorder):
+        self.recorder = recorder
+        self.clock = {}
+
+    def record(self, stream=None):
+        self.clock = dict((stream or self.recorder.current).clock)
+
+    def synchronize(self):
+        self.recorder.wait_on_host(self.clock)
 
 
 def _join(clock, other):
@@ -87,7 +109,7 @@ class Recorder(TorchDispatchMode):
         kernels = native.kernels()
         watched = types.SimpleNamespace(**vars(kernels) | {"cuda": _Kernels(self, kernels.cuda)})
         data_ptr = StandInTensor.data_ptr
-        recorder = self
+        recorder, numbers = self, itertools.count()
 
         def watched_data_ptr(tensor):
             address = data_ptr(tensor)
@@ -103,6 +125,8 @@ class Recorder(TorchDispatchMode):
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "default_stream", lambda device=None: recorder.default),
             (torch.cuda, "stream", recorder.on),
+            (torch.cuda, "Stream", lambda *_, **__: Stream(recorder, f"stream {next(numbers)}")),
+            (torch.cuda, "Event", lambda **_: Event(recorder)),
         ):
             self._patches.enter_context(mock.patch.object(target, name, value))
         return super().__enter__()
@@ -276,7 +300,7 @@ class ProcessGroup:
             with mock.patch.multiple(
                 dist, batch_isend_irecv=self.batch_isend_irecv, new_group=lambda *_, **__: dist.group.WORLD,
             ), mock.patch.multiple(
-                dist.ProcessGroup, allreduce=lambda _, tensors: self.all_reduce(*tensors),
+                dist.ProcessGroup, allreduce=lambda _, tensors, *options: self.all_reduce(*tensors),
                 broadcast=lambda _, tensor, root: self.broadcast(tensor),
                 alltoall_base=lambda _, received, sent, *splits: self.all_to_all(received, sent),
                 _allgather_base=lambda _, received, sent: self.all_gather(received, sent),

@@ -149,6 +149,7 @@ def test_local_steps_where_every_step_cannot_average(capsys, shapes):
     )
     ends = "AdamW by 0.5 with every=10 and 1.6 with every=30, in % of the bits per character (charlm-small, 2940 steps,"
     assert ends in text and "Muon by 0.7 with every=10 and 1.3 with every=30," in text  # without --optimizer, of all
+    assert "2 seeds), and in one run by 6.1 with every=5 and 4.3 with every=100;" in text
     text = run(capsys, *arguments, "--bandwidth", "1mbit", "--step-ms", 10, "--optimizer", "sgd").out
     text = " ".join(text.split())
     assert "SGD by 1.45 with every=10, in points of test accuracy (outer=None, resnet20, 3120 steps, one run)." in text
@@ -184,6 +185,13 @@ def test_what_local_steps_cost_is_what_was_studied(optimizer, baseline, file, fi
         difference = final(file, name.format(every)) - final(baseline, "none")
         percent = found.measure.startswith("%")
         assert worse_by == (round(100 * difference / final(baseline, "none"), 1) if percent else round(-difference, 2))
+    for every, worse_by in found.beyond.items():
+        (once,), (none,) = (
+            [run["scores"][-1] for run in stored(file.removesuffix("_more"))["runs"]
+             if (run["method"], run["lr"]) == (method, rate)] for method in (name.format(every), "none")
+        )  # fmt: skip
+        assert worse_by == round(100 * once / none - 100, 1) and every not in found.worse_by
+    assert bool(found.beyond) == file.endswith("_more")
     runs = "one run" if len(seeds) == 1 else f"{len(seeds)} seeds"
     assert found.network.endswith(f"{recipe['network']}, {recipe['epochs'] * recipe['steps']} steps, {runs}")
     assert found.network.startswith("outer=None, ") == bool(outer)

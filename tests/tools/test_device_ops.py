@@ -35,6 +35,7 @@ from benchmarks.device_ops.__main__ import (
 )
 from benchmarks.device_ops.stand_in import DEVICE, stand_in
 from gradzip import ops
+from gradzip.advice import auto
 from gradzip.averaging.session import Session
 from gradzip.collectives import cost
 from gradzip.memory.state import Key
@@ -511,6 +512,53 @@ def test_quantized_weights_of_a_device_are_those_of_the_cpu():
         on_device(of_device, device.tensor(weights.clone()), dist.group.WORLD)
         on_cpu(gathered, weights, dist.group.WORLD)
         assert gathered.any() and torch.equal(of_device.host, gathered)
+
+
+# --- Auto
+
+
+def searched(times):
+    """The counts of each step until Auto has chosen, under DDP, with the method that it has used.
+
+    times: how often a network has each of some parameters.
+    """
+    found, shapes = [], {f"{i}.{name}": shape for i in range(times) for name, shape in SHAPES.items()}
+    with (
+        mock.patch.object(auto, "TURNS", 1),
+        fake_group(2),
+        mock.patch("gradzip.ddp.Future", device_ops.future),
+        stand_in() as device,
+    ):
+        compressor = gradzip.Auto(["fp16", "block-float", "acpsgd"], max_error=10.0, every=0, steps=3)
+        run = device_ops.ddp_steps(compressor, shapes, 2, device)
+        while not compressor.decided:
+            used = compressor.specs[compressor.current]
+            gradients = {n: device.tensor(device_ops.noise(s.numel(), 0).view(s).clone()) for n, s in shapes.items()}
+            with device.counting() as counts:
+                run(gradients, counts)
+            found.append((used, counts))
+        read_all()
+    return shapes, found
+
+
+def test_auto_waits_no_more_often_for_more_gradients():
+    """It waits for the events that steps are timed by once in a turn, and for the errors of a method together."""
+    (_, few), (_, many) = searched(1), searched(5)
+    waits = [counts.syncs for _, counts in few]
+    assert waits == [counts.syncs for _, counts in many]
+    assert sorted(waits)[len(waits) // 2] == 1 and waits[-1] >= auto.TIMED
+
+
+def test_auto_times_the_buckets_of_each_method(monkeypatch):
+    """A step of a trial queues what a step of the method alone does, but for the number that it waits for."""
+    monkeypatch.setattr(device_ops, "BUCKET", 60_000)
+    monkeypatch.setattr(cost, "ALONE_NBYTES", 30_000)
+    shapes, found = searched(4)
+    assert len(device_ops.buckets_of(shapes)) > 2
+    for spec in ("none", "fp16", "block-float", "acpsgd"):
+        alone = count(gradzip.parse(spec), shapes, 2, "ddp").ops / STEPS
+        steps = [counts.ops for used, counts in found[:-1] if used == spec][-2:]
+        assert abs(sum(steps) / 2 - alone) <= 1, (spec, steps, alone)
 
 
 # --- groups
