@@ -154,14 +154,16 @@ def _replicas_of(mesh: Any) -> dist.ProcessGroup:
     """A group of the ranks that hold the same shards as this one: those at the same place in their mesh."""
     places: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(places, mesh.get_coordinate())
-    ranks = [rank for rank, other in enumerate(places) if other == places[dist.get_rank()]]
-    if len(ranks) == 1:
+    by_place: dict[Any, list[int]] = {}
+    for rank, place_of in enumerate(places):
+        by_place.setdefault(None if place_of is None else tuple(place_of), []).append(rank)
+    if min(map(len, by_place.values())) == 1:
         raise ValueError(
             f"Compression: got a model that is sharded over all {len(places)} ranks, expected replicas of shards: "
             "fully_shard(module, mesh=mesh['shard']), or Accelerator(parallelism_config=gradzip.integrations.accelerate"
             ".Replicas(...)); without replicas, use gradzip.fsdp.reduce_scatter"
         )
-    group: Any = dist.new_group(ranks, use_local_synchronization=True)
+    group: Any = dist.new_subgroups_by_enumeration([*by_place.values()])[0]  # all ranks make all groups
     return group
 
 
