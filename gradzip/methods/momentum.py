@@ -409,9 +409,12 @@ class Momentum(Compressor):
         return state.square / (1 - faded), state.former_square / (1 - faded * (1 + n * (1 - self.beta2)))
 
     def _decayed_max_abs(self, momenta: list[Tensor]) -> list[Tensor]:
-        """2.001 beta max |m| of each momentum m. If it is finite, so is m' - beta m of each m' up to 2^127."""
+        """2.02 beta max |m| of each momentum m. If it is finite, so is m' - beta m of each m' up to 2^127.
+
+        Also as bfloat16, whose largest number is 2^127 (2 - 2^-7).
+        """
         found = ops.abs_max_all(momenta)
-        torch._foreach_mul_(found, 2.001 * self.beta)
+        torch._foreach_mul_(found, 2.02 * self.beta)
         return found
 
     def _add_all(self, sums: list[tuple[list[Tensor], list[Tensor]]]) -> list[None]:
