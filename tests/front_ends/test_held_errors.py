@@ -306,6 +306,19 @@ def test_an_average_of_momenta_fits_the_type_of_the_gradients(kind, device):
         assert all(average.isfinite().all() for average in averages.values())
 
 
+@pytest.mark.parametrize("spec", MOMENTA)
+def test_zeros_have_the_signs_that_a_rank_with_a_monitor_sees(spec, device):
+    """From the first step on, in which there is no momentum before."""
+    job, watched = Job(spec, device), Job(spec, device)
+    watched.compressor.monitor = mock.Mock(begin=lambda group: None)
+    for number in range(3):
+        averages, expected = (
+            j.start(number, lambda g: [x.view(-1)[::3].fill_(-0.0) for x in g.values()]) for j in (job, watched)
+        )
+        assert equal(averages, expected), number
+    assert job.held and not watched.held
+
+
 def test_a_large_momentum_fades(device):
     """It is of a step that was not skipped, so that none after it is."""
     job = Job("momentum:inner=topk(theta=0.0),warmup_steps=0", device)
