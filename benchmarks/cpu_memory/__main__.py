@@ -1,4 +1,4 @@
-"""Measure the memory of a CPU that methods take: what is resident in real DDP processes, beyond that of DDP alone.
+"""Measure the memory of a CPU that methods take: allocated and resident in real DDP processes, beyond DDP alone.
 
 Each job trains equal matrices for a few steps, with stock DDP and SGD over gloo. Bytes are for each element of the
 gradients. Page faults show if scratch memory is reused. What DDP alone takes has Python and torch in it, too.
@@ -27,6 +27,7 @@ START = "<!-- table: python -m benchmarks.cpu_memory --write -->\n\n"
 RANKS = 2
 SIDE, MATRICES = 1024, 64
 NUMEL = SIDE * SIDE * MATRICES
+COLUMNS = "allocated between steps", "resident between steps", "resident at most", "new pages of a step"
 ALONE = ""  # in place of a method: DDP averages
 
 
@@ -45,10 +46,11 @@ def tables(rows: Rows) -> Iterator[str]:
     (alone,) = (row for row in rows if row["method"] == ALONE)
     cells = []
     for row in sorted(rows, key=lambda row: row["method"]):
-        beyond = {name: row[name] - alone[name] for name in ("between", "in_step")} if row is not alone else row
-        found = beyond["between"], beyond["in_step"], 4096 * row["faults"]
+        names = "allocated", "between", "in_step"
+        beyond = [row[name] - (alone[name] if row is not alone else 0) for name in names]
+        found = *beyond, 4096 * row["faults"]
         cells.append([f"`{row['method']}`" if row is not alone else "DDP alone", *(f"{x / NUMEL:.1f}" for x in found)])
-    yield from markdown(["method", "between steps", "at most, in a step", "of new pages in a step"], cells)
+    yield from markdown(["method", *COLUMNS], cells)
 
 
 def blocks() -> Blocks:

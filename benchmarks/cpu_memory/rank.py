@@ -1,11 +1,13 @@
 """One rank of a job of benchmarks/cpu_memory.
 
 Usage: `rank.py SPEC FILE`, with the spec of a method, or "" for DDP alone. Rank 0 writes one line of JSON to the file:
-{"between", "in_step": resident bytes of this process, "faults": page faults of a step}, medians of the last steps.
+{"allocated": bytes that malloc has handed out, "between", "in_step": resident bytes of this process, "faults": page
+faults of a step}, medians of the last steps.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import resource
@@ -36,6 +38,23 @@ def restart() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+_ARENA = "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+
+
+class _MallocInfo(ctypes.Structure):
+    """struct mallinfo2 of glibc."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _ARENA]
+
+
+def allocated() -> int:
+    """Bytes that malloc has handed out and that are not freed. What is freed may stay resident."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _MallocInfo
+    found = mallinfo2()
+    return int(found.uordblks + found.hblkhd)
+
+
 def main(spec: str, file: str) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
@@ -53,7 +72,8 @@ def main(spec: str, file: str) -> None:
         ddp(batch).square().mean().backward()
         optimizer.step()
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-        rows.append({"between": resident("VmRSS"), "in_step": resident("VmHWM"), "faults": faults})
+        now = {"allocated": allocated(), "between": resident("VmRSS")}
+        rows.append(now | {"in_step": resident("VmHWM"), "faults": faults})
     if dist.get_rank() == 0:
         found = {name: statistics.median(row[name] for row in rows[WARM_UP:]) for name in rows[0]}
         with Path(file).open("a") as lines:

@@ -41,7 +41,7 @@ class Cast(Compressor):
     def reduce(self, group: Group) -> Routine:
         cast = group.vector.to(self.dtype)
         group.release_parts()
-        average = yield Mean(cast)
-        if group.on_device:  # cast back where it is written
+        average = yield Mean(cast)  # cast back where it is written
+        if group.on_device:
             return Average([average])
-        return (yield from self.with_max_abs(group, average.float()))
+        return (yield from self.with_max_abs(group, average))

@@ -159,7 +159,7 @@ class DGC(SparseCodec):
                 state.next_residual = total
 
     def _new_velocity(self, group: Group) -> Tensor:
-        """In the gradients' memory, unless they must stay as they are."""
+        """On a CPU in memory of its own; on a device in the gradients' memory, unless they must stay as they are."""
         group.load_parts()
         (velocity,) = group.parts
         if self.clip_norm is not None:
@@ -168,7 +168,15 @@ class DGC(SparseCodec):
             scales = (self.clip_norm * self.memory.loss_scale.value / math.sqrt(group.size) / norms).clamp(max=1.0)
             for piece, scale in zip(of_gradients, scales):
                 piece.mul_(scale)
-        if (before := getattr(group.state, "velocity", None)) is not None:
+        before = getattr(group.state, "velocity", None)
+        if self.momentum and group.device.type == "cpu":
+            gradient, velocity = velocity, group.state.renewed("velocity", velocity)
+            if before is None:
+                velocity.copy_(gradient)
+            else:
+                torch.add(gradient, before, alpha=self.momentum, out=velocity)
+            group.parts = [velocity]
+        elif before is not None:
             velocity.add_(before, alpha=self.momentum)
         return velocity
 
@@ -177,9 +185,10 @@ class DGC(SparseCodec):
 
     def store_residuals(self, of: Sequence[Group]) -> None:
         for group in of:
-            state = group.state
+            state, velocity = group.state, group.state.next_velocity
             if self.momentum:
-                state.velocity = state.renewed("velocity", state.next_velocity).copy_(state.next_velocity)
+                on_cpu = group.device.type == "cpu"
+                state.velocity = velocity if on_cpu else state.renewed("velocity", velocity).copy_(velocity)
             state.next_velocity = None
         super().store_residuals(of)
 

@@ -339,24 +339,27 @@ class Momentum(Compressor):
     def commit_held(self, group: Group, average: _Average, number: Tensor) -> Routine:
         vars(group.state).pop("momentum_bound", None)
         if group.remakes:
-            yield from with_scratch(self._commit_remade(group, average.average, number), 8 * group.numel)
+            yield from with_scratch(self._commit_remade(group, average, number), 8 * group.numel)
             return
         take: Any = self._follow
         if average.compressed:
             yield from self.inner.commit_held(group, average.average, number)  # gradients are m' then
+            if average.previous is None:
+                group.state.momentum.zero_()  # m' - 0 has the bits of m'
             take = self._take_momenta
         else:
             group.state.residual = None  # it was sent
             self._count_unused_later(group)
         yield from with_scratch(jointly(take, group.device, (group, number)), 4 * group.numel)
 
-    def _commit_remade(self, group: Group, average: Any, number: Tensor) -> Routine:
+    def _commit_remade(self, group: Group, average: _Average, number: Tensor) -> Routine:
         """Coroutine: the residual of what is offered again, and m' in scratch, which gradients cannot hold."""
         previous = group.state.momentum
         momentum = torch.empty(group.numel, dtype=torch.float32, device=group.device)
         with group.writing_to(momentum):
-            yield from self.inner.commit_held(group, average, number)
-        group.write(group.pieces(torch.sub(momentum, previous, alpha=self.beta)))
+            yield from self.inner.commit_held(group, average.average, number)
+        gradient = momentum if average.previous is None else torch.sub(momentum, previous, alpha=self.beta)
+        group.write(group.pieces(gradient))
         groups.take_errors([(number, [previous], [momentum])])
 
     def _follow(self, of: list[tuple[Group, Tensor]]) -> list[None]:
@@ -409,9 +412,12 @@ class Momentum(Compressor):
         return state.square / (1 - faded), state.former_square / (1 - faded * (1 + n * (1 - self.beta2)))
 
     def _decayed_max_abs(self, momenta: list[Tensor]) -> list[Tensor]:
-        """2.001 beta max |m| of each momentum m. If it is finite, so is m' - beta m of each m' up to 2^127."""
+        """2.02 beta max |m| of each momentum m. If it is finite, so is m' - beta m of each m' up to 2^127.
+
+        Also as bfloat16, whose largest number is 2^127 (2 - 2^-7).
+        """
         found = ops.abs_max_all(momenta)
-        torch._foreach_mul_(found, 2.001 * self.beta)
+        torch._foreach_mul_(found, 2.02 * self.beta)
         return found
 
     def _add_all(self, sums: list[tuple[list[Tensor], list[Tensor]]]) -> list[None]:

@@ -111,8 +111,8 @@ class RandomK(ErrorFeedback):
         yield from with_scratch(super().commit(group, Average([flat])), flat.nbytes)
 
     def _spread(self, group: Group, average: _Chosen) -> Tensor:
-        """The average of a group as a vector: in the gradients' memory if that has held the error."""
-        target = group.target if group.holds else None
+        """The average of a group as a vector: in the gradients' memory if that has held the error, and on a CPU."""
+        target = group.target if group.holds or (not group.on_device and group.free_outs()) else None
         flat = self.new_average(group.numel, group.device) if target is None else target
         return flat.zero_().index_copy_(0, average.indices.long(), average.values)
 

@@ -303,6 +303,35 @@ def test_an_average_may_overflow_where_both_momenta_are_finite(spec, device):
         assert equal(job.states(), before)
 
 
+@pytest.mark.parametrize("kind", ["", "@bfloat16"])
+def test_an_average_of_momenta_fits_the_type_of_the_gradients(kind, device):
+    """m' = -1.7e38, and beta m = 1.7e38: their difference is finite in float32, and not in bfloat16."""
+    job = Job(f"momentum:inner=topk(theta=0.0){kind}", device)
+    for number in range(2):
+        job.start(number)
+    for (_, field), x in job.tensors().items():
+        x.host.fill_(1.7e38 / 0.9 if field == "momentum" else -3.4e38)
+    before = job.states()
+    averages = job.start(2, lambda gradients: [x.zero_() for x in gradients.values()])
+    if job.compressor.last_step_skipped:
+        assert equal(job.states(), before) and all(average.isnan().all() for average in averages.values())
+    else:
+        assert all(average.isfinite().all() for average in averages.values())
+
+
+@pytest.mark.parametrize("spec", MOMENTA)
+def test_zeros_have_the_signs_that_a_rank_with_a_monitor_sees(spec, device):
+    """From the first step on, in which there is no momentum before."""
+    job, watched = Job(spec, device), Job(spec, device)
+    watched.compressor.monitor = mock.Mock(begin=lambda group: None)
+    for number in range(3):
+        averages, expected = (
+            j.start(number, lambda g: [x.view(-1)[::3].fill_(-0.0) for x in g.values()]) for j in (job, watched)
+        )
+        assert equal(averages, expected), number
+    assert job.held and not watched.held
+
+
 def test_a_large_momentum_fades(device):
     """It is of a step that was not skipped, so that none after it is."""
     job = Job("momentum:inner=topk(theta=0.0),warmup_steps=0", device)

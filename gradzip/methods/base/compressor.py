@@ -58,7 +58,7 @@ class Average:
     """An average that is not written to gradients yet.
 
     Attributes:
-        parts: of the shapes of `Group.parts`, float32. On a CPU, the next group's may have their memory.
+        parts: of the shapes of `Group.parts`. On a CPU, they may be the gradients, or memory of the next group's.
         max_abs: an upper bound of the magnitudes, 0 if nobody looks; None if it is not known yet.
     """
 

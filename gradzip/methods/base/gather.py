@@ -200,13 +200,17 @@ class GatherCompressor(Compressor):
             if not finite or (group.may_hold and not group.numbers):  # the host has read it
                 group.numbers.append(torch.full((1,), 0.0 if finite else math.nan, device=group.device))
             return Undecoded(payloads if finite else ())
-        flat = self.new_average(group.numel, group.device)
-        outs = group.pieces(flat)
         if not all_finite(payloads):
-            flat.fill_(math.nan)
-            return Average(outs, math.nan)
-        bound = yield from self.decode_all(payloads, outs, group.state)
-        return (yield from self.with_max_abs(group, flat, bound))
+            return Average([], math.nan)
+        outs, flat = group.free_outs(), None
+        if outs is None:
+            flat = self.new_average(group.numel, group.device)
+            outs = group.pieces(flat)
+        if group.state.scattered:
+            bound = yield from self._decode_partitions(payloads, group, outs)
+        else:
+            bound = yield from self.decode_all(payloads, outs, group.state)
+        return Average(outs, bound) if flat is None else (yield from self.with_max_abs(group, flat, bound))
 
     def complete_error(self, group: Group, average: Undecoded) -> Routine:
         if group.holds and not self.vectors:
@@ -470,13 +474,7 @@ class GatherCompressor(Compressor):
         if self.error_feedback and all_finite(opened):
             self._sum_all([CodedSum(pieces(average, shapes), [opened[group.rank]], -1.0, add=True)])
             state.owner_residual, state.owner_ranges = average, [piece[:2] for piece in mine]
-        if group.on_device:
-            return (yield from self.combine(opened, group))
-        flat = torch.empty(group.numel, dtype=torch.float32, device=group.device)
-        if not all_finite(opened):
-            return Average(group.pieces(flat.fill_(math.nan)), math.nan)
-        self._sum_all([CodedSum(_views(flat, of), [payload], 1.0) for payload, of in zip(opened, partitions)])
-        return (yield from self.with_max_abs(group, flat))
+        return (yield from self.combine(opened, group))
 
     def _decode_partitions(self, payloads: Sequence[ops.Payload], group: Group, outs: Sequence[Tensor]) -> Routine:
         """Coroutine: `decode_all` for payloads of partitions, in rank order."""

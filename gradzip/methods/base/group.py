@@ -184,12 +184,23 @@ class Group:
         plain = self.gradients[0].dtype == self.dtype and all(map(Tensor.is_contiguous, self.gradients))
         return self.gradients if plain else None
 
+    def free_outs(self) -> list[Tensor] | None:
+        """`outs` on a CPU, if they are float32, with a copy of what was compressed there for the next residual."""
+        method, state, outs = self.method, self.state, self.outs
+        if outs is None or self.device.type != "cpu" or outs[0].dtype != torch.float32:
+            return None
+        if method.keeps_residual and state.next_residual is None:
+            state.next_residual = state.renewed("residual", outs[0], self.numel)
+            copy_all(list(zip(self.pieces(state.next_residual), self.parts)))
+        return outs
+
     def copies(self, averages: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """What to copy, (target, source), to write averages, one for each part, to the gradients."""
         if not self.method.vectors:
             return [(g, a.view(g.shape)) for g, a in zip(self.gradients, averages) if a is not g]
         if self._target is not None:
-            return [(self._target, a.view(-1)) for a in averages if a is not self._target]
+            at = self._target.data_ptr()
+            return [(self._target, a.view(-1)) for a in averages if a.data_ptr() != at]
         return list(zip(self.gradients, pieces(averages[0], self.shapes_of_parts)))
 
     def write(self, averages: Sequence[Tensor]) -> None:
