@@ -479,7 +479,7 @@ class GatherCompressor(Compressor):
     def _decode_partitions(self, payloads: Sequence[ops.Payload], group: Group, outs: Sequence[Tensor]) -> Routine:
         """Coroutine: `decode_all` for payloads of partitions, in rank order."""
         yield from ()
-        if self.sums_parts:
+        if self.sums_parts and self._knows_lengths(payloads[0].body):
             self._sum_all([CodedSum(outs, payloads, 1.0, parts=group.size)])
             return
         views = [[piece.view for piece in partition] for partition in self.partitions(group, outs)]
