@@ -30,7 +30,7 @@ class Sampled(NamedTuple):
     steps: int
 
 
-SAMPLED = Sampled("gradiveq:warmup_steps=2,sample_steps=8,compress_steps=6,sampling=qsgd(bits=4)", "resnet8", 20)
+SAMPLED = Sampled("gradiveq:warmup_steps=2,sample_steps=30,compress_steps=6,sampling=qsgd(bits=4)", "resnet8", 38)
 
 
 def gradients_of(sampled):
