@@ -76,8 +76,8 @@ class Compression(_Callback):
 
     The compressor follows the `GradScaler` of precision "16-mixed". Gradient accumulation needs nothing.
 
-    A Trainer's loggers get ``gradzip/ratio``, uncompressed bytes for each byte that this rank has handed to collectives
-    so far, and ``gradzip/mb``, the megabytes (10^6 bytes) that it has sent to others.
+    A Trainer's loggers get ``gradzip/mb``, the megabytes (10^6 bytes) that this rank has sent to others so far, and
+    ``gradzip/ratio``, how many times as many uncompressed all-reduces would have sent (`Traffic.wire_ratio`).
 
     The states of all ranks are in the Trainer's checkpoints, and come back with `ckpt_path`. With a Fabric, save the
     callback beside the model: ``fabric.save(path, {"model": model, "compression": compression})``. A Fabric does not
@@ -105,7 +105,7 @@ class Compression(_Callback):
         """Called by a Trainer after each batch: log what was sent, when loggers are told of numbers."""
         every = trainer.log_every_n_steps
         if every and trainer.global_step % every == 0 and self._part is not self.compressor:
-            pl_module.log_dict(of_traffic(self.compressor.traffic))
+            pl_module.log_dict(of_traffic(self._part, self.compressor.traffic))
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Called by a Fabric at the end of `setup`."""
