@@ -23,8 +23,11 @@ from .shared import LocalTraining, average, check_compressor, ddp_model, merge, 
 
 try:
     from lightning.pytorch import Callback, callbacks
-except ImportError:
-    from pytorch_lightning import Callback, callbacks
+except ImportError as error:
+    try:
+        from pytorch_lightning import Callback, callbacks
+    except ImportError:
+        raise error from None  # the name under which to install it
 
 # Callbacks that replace weights by their averages over steps. Early versions lack one.
 _AVERAGES = tuple(
