@@ -135,6 +135,10 @@ def test_tables_of_methods_are_complete(header):
     assert named == {name: method.__name__ for name, method in registered().items()}
 
 
+def test_readme_says_how_many_methods_there_are():
+    assert f"[All {len(registered())} methods](docs/methods.md#which-method)" in (ROOT / "README.md").read_text()
+
+
 def test_compression_ratios_are_those_of_the_code():
     """A gathered payload is sent to all other ranks, an average as partitions to their owners and back."""
     gradient = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))

@@ -58,6 +58,17 @@ def test_readme_says_how_the_last_gpu_tests_ended():
     assert failed == ["nccl_4_ranks", "tests_nvcc"] and "and those of NCCL between 4 ranks on it failed" in text
 
 
+def test_readme_says_how_long_local_steps_were_trained():
+    steps = {}
+    for line in convergence.CHOSEN[convergence.README, "recommendations"]:
+        if line.method.startswith("local("):
+            settings = convergence.stored(line.study).recipes[line.recipe]
+            steps.setdefault(settings["network"] == "charlm", set()).add(settings["steps"] * settings["epochs"])
+    (of_charlm,), others = steps[True], steps[False]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"charlm takes {of_charlm} steps, the others {min(others)} to {max(others)}." in text
+
+
 def test_the_page_says_where_the_best_rates_of_the_transformer_are():
     text = " ".join(gpu.PAGE.read_text().split())
     assert "no method ends below no compression, each at the best of its rates." in text
