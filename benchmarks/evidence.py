@@ -86,9 +86,10 @@ def timed() -> Iterator[list[str]]:
         ]  # fmt: skip
     for file, what in (("whole_runs", "whole runs of studies"), ("sharded_steps", "steps of FSDP2")):
         rows = content(RESULTS / f"{file}.json")["rows"]
-        commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+        commits, devices = (", ".join(dict.fromkeys(row[key] for row in rows)) for key in ("commit", "device"))
         names = dict.fromkeys(row["network"] for row in rows if "network" in row)
-        yield [", ".join([what, *names]), span({row["ranks"] for row in rows}), "CPU", commits, f"`{file}`"]
+        ranks = span({row["ranks"] for row in rows})
+        yield [", ".join([what, *names]), ranks, f"CPU ({devices})", commits, f"`{file}`"]
     for path in sorted(RESULTS.glob("gpu_check*.json")):
         of_file = content(path)
         about, checks = of_file["about"], of_file["checks"]

@@ -44,6 +44,7 @@ class Horovod:
         hvd.init()
         self.hvd = hvd
         self.rank, self.size, self.local_size = hvd.rank(), hvd.size(), hvd.local_size()
+        self.ranks = self.size  # whose gradients are averaged
         self.versions = {"horovod": horovod.__version__}
 
     def wrap(self, model, optimizer, compressor):
@@ -90,6 +91,7 @@ class DDP:
         dist.init_process_group("gloo", **alone)
         atexit.register(dist.destroy_process_group)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.ranks = self.size
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.versions = {}
 
@@ -154,7 +156,8 @@ class FSDP(DDP):
         if self.size == 1:
             return super().wrap(model, optimizer, compressor)
         shards = self.local_size if self.local_size < self.size else max(1, self.size // 2)
-        mesh = init_device_mesh("cpu", (self.size // shards, shards), mesh_dim_names=("replicate", "shard"))
+        self.ranks = self.size // shards
+        mesh = init_device_mesh("cpu", (self.ranks, shards), mesh_dim_names=("replicate", "shard"))
         self.plain = copy.deepcopy(model)  # for `whole`
         names = {parameter: name for name, parameter in model.named_parameters()}
         for block in getattr(model, "blocks", ()):
@@ -207,8 +210,8 @@ class LocalSteps:
 
 
 def all_reduce(traffic, bucket):
-    """DDP's default all-reduce as a hook that counts bytes."""
-    traffic.bytes_sent += bucket.buffer().nbytes
+    """DDP's default all-reduce as a hook that counts bytes, as a ring sends them."""
+    traffic.count(bucket.buffer().nbytes, 2 - 2 / dist.get_world_size())
     traffic.bytes_dense += bucket.buffer().nbytes
     return allreduce_hook(None, bucket)
 

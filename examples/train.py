@@ -314,7 +314,6 @@ def train(spec, args, dataset, steps, engine):
     accuracy, test_loss = evaluate(model, dataset, engine)
     timed = times[UNTIMED_STEPS:] if len(times) > UNTIMED_STEPS + 1 else times
     deciles = quantiles(timed, n=10, method="inclusive") if len(timed) > 1 else timed * 9
-    sent, dense = traffic.bytes_sent / steps, traffic.bytes_dense / steps
     return {
         "compression": spec,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -324,9 +323,10 @@ def train(spec, args, dataset, steps, engine):
         "ms_per_step": deciles[4],
         "ms_per_step_p20": deciles[1],
         "ms_per_step_p80": deciles[7],
-        "payload_bytes_per_step": sent,
-        "uncompressed_bytes_per_step": dense,
-        "ratio": dense / sent if sent else None,
+        "payload_bytes_per_step": traffic.bytes_sent / steps,
+        "sent_bytes_per_step": traffic.bytes_wire / steps,
+        "uncompressed_bytes_per_step": traffic.bytes_dense / steps,
+        "ratio": traffic.wire_ratio(engine.ranks) if traffic.bytes_wire else None,
         "replicas_identical": replicas_identical(model, engine),
         "steps": steps,
         "seconds": seconds,
@@ -379,8 +379,8 @@ def table(runs, measure):
         "test loss": lambda run: f"{run['test_loss']:.4f}",
         "train loss": lambda run: f"{run['train_loss']:.4f}",
         "ms per step": lambda run: f"{run['ms_per_step']:.1f}",
-        "sent per step and rank": lambda run: human(run["payload_bytes_per_step"]),
-        "uncompressed": lambda run: human(run["uncompressed_bytes_per_step"]),
+        "sent per step and rank": lambda run: human(run["sent_bytes_per_step"]),
+        "gradients per step": lambda run: human(run["uncompressed_bytes_per_step"]),
         "ratio": lambda run: f"{run['ratio']:.1f}" if run["ratio"] else "-",
         "replicas identical": lambda run: "yes" if run["replicas_identical"] else "NO",
     }
@@ -412,7 +412,7 @@ def verdict(runs, measure, engine):
         yield f"One rank exchanges gradients with nobody, so nothing was compressed: run this under {engine.start}."
     elif not others:
         yield (
-            f"{first['compression']} sent {human(first['payload_bytes_per_step'])} for "
+            f"{first['compression']} sent {human(first['sent_bytes_per_step'])} for "
             f"{human(first['uncompressed_bytes_per_step'])} of gradients; give --compression twice to compare."
         )
     else:
@@ -423,7 +423,7 @@ def verdict(runs, measure, engine):
 
 
 def compare(run, first, measure):
-    fewer = first["payload_bytes_per_step"] / run["payload_bytes_per_step"]
+    fewer = first["sent_bytes_per_step"] / run["sent_bytes_per_step"]
     traffic = f"{fewer:.1f} times fewer" if fewer >= 1 else f"{1 / fewer:.1f} times more"
     difference = score(run, measure) - score(first, measure)
     slower = run["ms_per_step"] / first["ms_per_step"]

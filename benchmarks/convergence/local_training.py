@@ -46,6 +46,10 @@ class LocalTraining(Training):
     def bytes_sent(self) -> int:
         return super().bytes_sent + (0 if self.local is None else self.local.bytes_sent)
 
+    @property
+    def handed(self) -> dict[str, int]:
+        return {}
+
     def step(self, lr: float, shards: Iterable[Batch]) -> float:
         if self.taken == self.start:
             self.part()

@@ -16,6 +16,7 @@ from torch import Tensor
 import data
 import gradzip
 from benchmarks.common.workers import Batch, Workers, save
+from benchmarks.convergence.handed import Counts
 from benchmarks.convergence.recipes import Run, compressor, steps_per_epoch
 from models import MODELS, make_optimizer
 from train import evaluate, learning_rate
@@ -33,6 +34,8 @@ class Record:
         test_losses: in nats.
         train_losses: means over 50 steps each, and over what is left at the end of the epoch, in nats.
         payload_bytes: that one rank has handed to collectives since the start; of the rank that sent most.
+        handed: what that rank has handed to them in all, by fields of `Bytes`. Empty in records of older versions, and
+            with local steps.
         diverged: the step whose loss was not finite, at which the run ended; -1: the loss on the test set.
         digest: SHA-256 of the parameters.
     """
@@ -42,6 +45,7 @@ class Record:
     test_losses: list[float] = field(default_factory=list)
     train_losses: list[list[float]] = field(default_factory=list)
     payload_bytes: list[int] = field(default_factory=list)
+    handed: dict[str, int] = field(default_factory=dict)
     diverged: int | None = None
     digest: str = ""
     done: bool = False
@@ -74,6 +78,8 @@ class Training(Workers):
         options = dict(zip(("momentum", "beta2"), run.betas))
         optimizer = make_optimizer(run.optimizer, network, run.lr, made, **options)
         super().__init__(network, optimizer, made, run.workers)
+        for clone in self.group.compressors:
+            clone.traffic = Counts()
         self.record = Record(sum(p.numel() for p in network.parameters()))
 
     def of_gradients(self) -> gradzip.Compressor:
@@ -87,6 +93,12 @@ class Training(Workers):
     def bytes_sent(self) -> int:
         """Payload bytes of one rank so far."""
         return self.group.bytes_sent
+
+    @property
+    def handed(self) -> dict[str, int]:
+        """Those bytes by kind of collective."""
+        traffics = [clone.traffic for clone in self.group.compressors]
+        return dict(max(traffics, key=lambda traffic: traffic.bytes_sent).handed)
 
     @property
     def position(self) -> int:
@@ -114,6 +126,7 @@ class Training(Workers):
             [round(statistics.fmean(losses[i : i + WINDOW]), 5) for i in range(0, len(losses), WINDOW)]
         )
         record.payload_bytes.append(self.bytes_sent)
+        record.handed = self.handed
         whole = b"".join(p.detach().numpy().tobytes() for p in self.parameters.values())
         record.digest = hashlib.sha256(whole).hexdigest()
         record.done = len(record.scores) == self.run.epochs
@@ -126,7 +139,7 @@ class Training(Workers):
                 "network": self.network.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "compressors": [clone.state_dict() for clone in self.group.compressors],
-                "payload_bytes": [clone.traffic.bytes_sent for clone in self.group.compressors],
+                "handed": [dict(clone.traffic.handed) for clone in self.group.compressors],
                 "generator": torch.get_rng_state(),
             },
             checkpoint,
@@ -149,7 +162,7 @@ class Training(Workers):
         self.network.load_state_dict(stored["network"])
         self.optimizer.load_state_dict(stored["optimizer"])
         clones = self.group.compressors
-        for clone, state, sent in zip(clones, stored["compressors"], stored["payload_bytes"], strict=True):
+        for clone, state, handed in zip(clones, stored["compressors"], stored["handed"], strict=True):
             clone.load_state_dict(state)
-            clone.traffic.bytes_sent = sent
+            clone.traffic = Counts(handed)
         torch.set_rng_state(stored["generator"])

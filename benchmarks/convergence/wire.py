@@ -1,8 +1,9 @@
 """Bytes that runs of a study send to other ranks, with 4 and 16 ranks, from what they handed to collectives.
 
-Which collectives a method hands its bytes to is counted: some steps of each of its phases, with gradients of the
-network's shapes, in a `LocalGroup`. Payloads of some methods depend on the gradients, so the rest of
-the run's own bytes is added: gathered, it goes to all other ranks.
+Which collectives a run has handed its bytes to is in its record. Of older runs without that, it is counted: some steps
+of each phase of the method, with gradients of the network's shapes, in a `LocalGroup`. Payloads of some methods depend
+on the gradients, so the rest of the run's own bytes is added: gathered, it goes to all other ranks. Runs of `GradiVeQ`
+that compress samples cannot be counted so, as votes end their phases.
 
   python -m benchmarks.convergence.wire --write    writes benchmarks/results/wire.json, from those of all studies
 """
@@ -12,10 +13,10 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -23,48 +24,18 @@ import torch
 import gradzip
 from benchmarks.common.arguments import Parser
 from benchmarks.common.local_steps import local_steps
-from benchmarks.common.results import RESULTS, write_json
+from benchmarks.common.results import RESULTS, ResultsError, write_json
+from benchmarks.convergence.handed import Bytes, Counts
 from benchmarks.convergence.recipes import compressor, is_text
 from benchmarks.convergence.results import Results, Row, rows
-from gradzip.collectives.cost import sent_share
 from gradzip.methods.spec import unparse
 from models import MODELS
 
 FILE = RESULTS / "wire.json"
 RANKS = (4, 16)
 COUNTED = 4  # ranks of the `LocalGroup`
+SAMPLES = re.compile(r"\bgradiveq\b.*\bsampling=")  # methods that hand their samples to collectives of their own
 STEPS = 2  # counted of each phase: those of ACP-SGD differ
-
-
-class Bytes(NamedTuple):
-    """What a rank hands to collectives in a step: to averages, to all-to-alls, and to gathers."""
-
-    reduced: float = 0.0
-    scattered: float = 0.0
-    gathered: float = 0.0
-
-    @property
-    def of_all(self) -> float:
-        """What goes to all other ranks. Gathers after an all-to-all among `COUNTED` ranks are of a partition each."""
-        rest = self.gathered - self.scattered / COUNTED
-        return rest if rest > self.scattered / 20 else 0.0  # averages may be coded in more bytes than a rank's own
-
-    def on_the_wire(self, ranks: int) -> float:
-        """Bytes that a rank sends to others, among so many."""
-        partitions = COUNTED * (self.gathered - self.of_all)
-        of_partitions = sent_share("all_to_all", ranks) * (self.scattered + partitions)
-        return sent_share("all_reduce", ranks) * self.reduced + of_partitions + (ranks - 1) * self.of_all
-
-
-class Counts(gradzip.Traffic):
-    """Counts by the share that is sent, which tells collectives apart among more than two ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.handed: Counter[float] = Counter()
-
-    def count(self, nbytes: int, wire_share: float, scope: Any = "all") -> None:
-        self.handed[wire_share] += nbytes
 
 
 class Phase(NamedTuple):
@@ -127,17 +98,22 @@ def counted(network: str, number: int, methods: tuple[str, ...], exempt: tuple[s
             clone.traffic = Counts()
         for _ in range(STEPS):
             group.step([gradients] * ranks)
-        handed = group.compressors[0].traffic.handed
-        kinds = ("all_reduce", "all_to_all", "all_gather")[: 3 if ranks > 2 else 2]  # among two, the last is the first
-        found.append(Bytes(*(handed[sent_share(kind, ranks)] / STEPS for kind in kinds)))
+        found.append(Bytes.of(group.compressors[0].traffic.handed, ranks, STEPS))
     return found
 
 
 def on_the_wire(row: Row, settings: Mapping[str, Any], ranks: int, packed: bool = False) -> float:
     """Bytes that a rank sends to others in the run of a method, with so many ranks.
 
-    packed: with QSGD as on a GPU, where its integers are not coded.
+    packed: with QSGD as on a GPU, where its integers are not coded. It is counted in each case.
+
+    Raises:
+        ResultsError: the run has not counted what votes of `GradiVeQ` decide.
     """
+    if not packed and all(record.handed for record in row.records):
+        return fmean(Bytes.of(record.handed, settings["workers"]).on_the_wire(ranks) for record in row.records)
+    if SAMPLES.search(row.method):
+        raise ResultsError(f"{row.method}: got a run without counts by collective, expected one of today: repeat it")
     network, workers, number = settings["network"], settings["workers"], row.records[0].parameters
     exempt = exempt_of(row.method)
     handed = wire = 0.0
@@ -147,9 +123,9 @@ def on_the_wire(row: Row, settings: Mapping[str, Any], ranks: int, packed: bool 
         if not specs:
             continue
         mine, others = (counted(network, number, specs, exempt, size) for size in (workers, COUNTED))
-        handed += sum(phase.times * sum(one) for phase, one in zip(of_kind, mine))
+        handed += sum(phase.times * one.handed for phase, one in zip(of_kind, mine))
         wire += sum(phase.times * one.on_the_wire(ranks) for phase, one in zip(of_kind, others))
-        gathers |= any(one.of_all > 0.01 * sum(one) for one in others)
+        gathers |= any(one.of_all > 0.01 * one.handed for one in others)
     share = ranks - 1 if gathers else wire / handed
     return wire if packed else wire + share * (row.payload_bytes[-1] - handed)
 
@@ -172,12 +148,13 @@ def all_rows() -> Iterator[dict[str, Any]]:
         for name, settings in results.recipes.items():
             for row in rows(results, name) if settings["workers"] > 1 else ():
                 if row.payload_bytes:
+                    on_a_gpu = re.search(r"\bqsgd\b(?!.*scatter)", row.method) and not SAMPLES.search(row.method)
                     yield {
                         "study": path.name, "recipe": name, "method": row.method,
                         "wire_bytes": {ranks: round(on_the_wire(row, settings, ranks)) for ranks in RANKS},
                         "on_a_gpu": {
                             ranks: round(on_the_wire(row, settings, ranks, packed=True))
-                            for ranks in (RANKS if re.search(r"\bqsgd\b(?!.*scatter)", row.method) else ())
+                            for ranks in (RANKS if on_a_gpu else ())
                         },
                     }  # fmt: skip
 

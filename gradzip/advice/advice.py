@@ -254,7 +254,9 @@ class Advice:
             within = f": within the margin of error of {decision.margin:.0%}" if decision.gain > 0 else ""
             yield f"{named(fastest)}, the fastest that may be advised, takes {then}{within}."
         if row.method == FP16 and BF16 in by_name:
-            yield "With torch's bf16 hook, it is the same: no overflow, and fewer digits. No study has measured it."
+            yield "With torch's bf16 hook, it is the same: no overflow, and fewer digits." + (
+                "" if any(self.study_of(BF16, name) for name in self.optimizers) else " No study has measured it."
+            )
 
     def _local_steps(self, method: str, found: cost.Exchange) -> Iterator[str]:
         needed = found.every(ENOUGH)

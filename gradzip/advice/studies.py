@@ -22,7 +22,7 @@ FILE = Path(__file__).with_name("studies.json")
 OPTIMIZERS = {"sgd": "SGD", "adamw": "AdamW", "muon": "Muon"}
 
 # Methods for every optimizer. They differ from the gradient by less than 1 % of the largest element nearby, and end
-# within the margin in all studies that have them: block-float with AdamW and SGD, fp16 with AdamW. None is with Muon.
+# within the margin in all studies that have them: block-float with AdamW, Muon and SGD, fp16 with AdamW.
 SAFE = ("fp16", "block-float")
 
 MOST_STEPS = 30  # largest `every` of local steps that is advised: the next one that was studied, 100, ended far behind

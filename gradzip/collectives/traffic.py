@@ -40,6 +40,10 @@ class Traffic:
             self.bytes_sent += nbytes
             self.bytes_wire += wire_share * nbytes
 
+    def count_collective(self, collective: Collective, wire_share: float) -> None:
+        """Count a collective of this rank. wire_share: as of `count`."""
+        self.count(sent_nbytes(collective), wire_share, collective.scope)
+
     @property
     def ratio(self) -> float:
         """Compression ratio: uncompressed bytes for each byte handed to collectives."""

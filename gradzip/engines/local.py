@@ -10,7 +10,7 @@ from torch import Tensor
 from ..collectives import AllToAll, Collective, Gather, Mean, RingSum, ToHost, among
 from ..collectives.fusion import FusedRoutine
 from ..collectives.routines import Done, Routine, advance
-from ..collectives.traffic import Traffic, sent_nbytes, wire_shares
+from ..collectives.traffic import Traffic, wire_shares
 
 
 def run(collectives: Sequence[Collective], node_size: int = 1) -> list:
@@ -88,8 +88,7 @@ def drive(
             raise RuntimeError(f"{len(done)} of {len(routines)} ranks are done while others wait for a collective")
         for traffic, of_rank in zip(traffics or (), collectives):
             for collective in of_rank if isinstance(of_rank, list) else [of_rank]:
-                share = shares[collective.scope][type(collective)]
-                traffic.count(sent_nbytes(collective), share, collective.scope)
+                traffic.count_collective(collective, shares[collective.scope][type(collective)])
         if isinstance(collectives[0], list):
             results = [list(of_rank) for of_rank in zip(*[run(of_ranks, node_size) for of_ranks in zip(*collectives)])]
         else:

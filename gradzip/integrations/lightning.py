@@ -23,8 +23,11 @@ from .shared import LocalTraining, average, check_compressor, ddp_model, merge, 
 
 try:
     from lightning.pytorch import Callback, callbacks
-except ImportError:
-    from pytorch_lightning import Callback, callbacks
+except ImportError as error:
+    try:
+        from pytorch_lightning import Callback, callbacks
+    except ImportError:
+        raise error from None  # the name under which to install it
 
 # Callbacks that replace weights by their averages over steps. Early versions lack one.
 _AVERAGES = tuple(
@@ -76,8 +79,8 @@ class Compression(_Callback):
 
     The compressor follows the `GradScaler` of precision "16-mixed". Gradient accumulation needs nothing.
 
-    A Trainer's loggers get ``gradzip/ratio``, uncompressed bytes for each byte that this rank has handed to collectives
-    so far, and ``gradzip/mb``, the megabytes (10^6 bytes) that it has sent to others.
+    A Trainer's loggers get ``gradzip/mb``, the megabytes (10^6 bytes) that this rank has sent to others so far, and
+    ``gradzip/ratio``, how many times as many uncompressed all-reduces would have sent (`Traffic.wire_ratio`).
 
     The states of all ranks are in the Trainer's checkpoints, and come back with `ckpt_path`. With a Fabric, save the
     callback beside the model: ``fabric.save(path, {"model": model, "compression": compression})``. A Fabric does not
@@ -105,7 +108,7 @@ class Compression(_Callback):
         """Called by a Trainer after each batch: log what was sent, when loggers are told of numbers."""
         every = trainer.log_every_n_steps
         if every and trainer.global_step % every == 0 and self._part is not self.compressor:
-            pl_module.log_dict(of_traffic(self.compressor.traffic))
+            pl_module.log_dict(of_traffic(self._part, self.compressor.traffic))
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Called by a Fabric at the end of `setup`."""

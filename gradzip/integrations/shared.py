@@ -102,9 +102,10 @@ def check_compressor(compressor: Any, what: str) -> None:
         raise TypeError(f"{what}: got {compressor!r}, expected a compressor, as gradzip.TopK()")
 
 
-def of_traffic(traffic: Traffic) -> dict[str, float]:
-    """What adapters add to a library's logs, by tag."""
-    return {"gradzip/ratio": traffic.ratio, "gradzip/mb": traffic.bytes_wire / 1e6}
+def of_traffic(part: Any, traffic: Traffic) -> dict[str, float]:
+    """What adapters add to a library's logs, by tag. part: what `average` has returned."""
+    ranks = dist.get_world_size(getattr(part, "group", None))  # of FSDP2, those that hold the same shard
+    return {"gradzip/ratio": traffic.wire_ratio(ranks), "gradzip/mb": traffic.bytes_wire / 1e6}
 
 
 def place() -> tuple[int, int]:

@@ -58,8 +58,9 @@ class Compression(_Callback):
     training resumes with all residuals. On another number, DDP drops residuals with a warning, and FSDP2 refuses the
     checkpoint. Trials of a hyperparameter search save none.
 
-    The Trainer's logs of the loss also have ``gradzip/ratio``, uncompressed bytes for each byte that this rank has
-    handed to collectives so far, and ``gradzip/mb``, the megabytes (10^6 bytes) that it has sent to others.
+    The Trainer's logs of the loss also have ``gradzip/mb``, the megabytes (10^6 bytes) that this rank has sent to
+    others so far, and ``gradzip/ratio``, how many times as many uncompressed all-reduces would have sent
+    (`Traffic.wire_ratio`).
 
     Args:
         compressor: the method.
@@ -92,7 +93,7 @@ class Compression(_Callback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         """Called with what the Trainer logs, which its history has already."""
         if self.state is not None and "loss" in logs:
-            numbers = of_traffic(self.compressor.traffic)
+            numbers = of_traffic(self.state, self.compressor.traffic)
             logs.update(numbers)
             state.log_history[-1].update(numbers)
 

@@ -46,9 +46,10 @@ class Monitor:
     and totals since the start, ``gradzip/seconds_exposed`` and ``gradzip/seconds_hidden``, that earlier exchanges took.
 
     The tags are ``gradzip.error/NAME`` and so on. Values that are not finite are left out. When the next step begins,
-    totals of the step follow: ``gradzip/error`` over the compressed parameters, ``gradzip/ratio`` over all,
-    ``gradzip/bytes_sent``, ``gradzip/bytes_wire`` (`Traffic`), ``gradzip/compression_seconds``, and
-    ``gradzip/memory_bytes``, what states keep on this rank (`gradzip.memory_bytes` knows that before training).
+    totals of the step follow: ``gradzip/error`` over the compressed parameters, ``gradzip/ratio`` over all
+    (`Traffic.wire_ratio`), ``gradzip/bytes_sent``, ``gradzip/bytes_wire`` (`Traffic`),
+    ``gradzip/compression_seconds``, and ``gradzip/memory_bytes``, what states keep on this rank
+    (`gradzip.memory_bytes` knows that before training).
 
     In other steps the monitor only notes names. Reporting steps compress twice, take memory for some copies of the
     largest gradient and its state, and synchronise a device.
@@ -90,6 +91,7 @@ class Monitor:
         self._names: set[str] = set()  # of the parameters that the current step has averaged
         self._before = Traffic()  # at the start of the current step
         self._energies = [0.0, 0.0]  # lost and whole, of the current step
+        self._ranks = 1  # that average
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of a compressor is not watched, as its clone is not
@@ -131,6 +133,7 @@ class Monitor:
         if not self._names.isdisjoint(group.names):
             self._end_step()
         self._names.update(group.names)
+        self._ranks = group.size
         if self.steps % self.every or not group.compressed or group.node_chunks is not None:
             return None
         # Now and not in the step itself: loaded states are checked, and residuals rescaled, before they are copied.
@@ -180,7 +183,7 @@ class Monitor:
             )  # fmt: skip
             kept = sum(memory.nbytes for memory in {part.memory for part in self._compressor.parts})
             totals = {
-                "/ratio": step.ratio, "/bytes_sent": step.bytes_sent, "/bytes_wire": step.bytes_wire,
+                "/ratio": step.wire_ratio(self._ranks), "/bytes_sent": step.bytes_sent, "/bytes_wire": step.bytes_wire,
                 "/compression_seconds": step.seconds, "/memory_bytes": kept,
             }  # fmt: skip
             if self._energies[1]:

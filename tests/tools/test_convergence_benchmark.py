@@ -87,6 +87,7 @@ def test_training_without_compression_is_plain_training(tmp_path, one_thread):
     assert record.scores[-1] == pytest.approx(100 * right / 500)
     assert record.train_losses[1] == [pytest.approx(sum(all_losses[2:]) / 2, abs=1e-5)]
     assert record.payload_bytes == [4 * PARAMETERS * 2, 4 * PARAMETERS * 4]
+    assert record.handed == {"reduced": 4 * PARAMETERS * 4}
     assert record.done and record.diverged is None and record.parameters == PARAMETERS
     assert lines[-1] == {"record": asdict(record)} and [len(line["record"]["scores"]) for line in lines] == [1, 2]
 
@@ -164,6 +165,9 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(tmp_path, one_thread, me
     if method.startswith("gradiveq"):  # compares the ranks' positions again: a header for each convolution and start
         assert [b - a for a, b in zip(direct.payload_bytes, resumed.payload_bytes)] == [0, 2 * 48, 4 * 48]
         resumed.payload_bytes = direct.payload_bytes
+        assert resumed.handed == direct.handed | {"gathered": direct.handed["gathered"] + 4 * 48}
+        resumed.handed = direct.handed
+    assert sum(direct.handed.values()) == direct.payload_bytes[-1]
     assert resumed == direct
     assert resumed.digest and len(resumed.scores) == 3
 

@@ -63,6 +63,20 @@ def test_named_functions_are_found_after_import_gradzip(page):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("name", gradzip.integrations.__all__)
+def test_a_missing_library_is_named_as_it_is_installed(monkeypatch, name):
+    libraries = {*gradzip.integrations.__all__, "pytorch_lightning"}
+    for module in list(sys.modules):
+        if module.partition(".")[0] in libraries or module == f"gradzip.integrations.{name}":
+            monkeypatch.delitem(sys.modules, module)
+    for library in libraries:
+        monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(vars(gradzip.integrations), name, raising=False)
+    with pytest.raises(ModuleNotFoundError) as raised:
+        getattr(gradzip.integrations, name)
+    assert raised.value.name in {name, f"{name}.pytorch"}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_have_a_target(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
@@ -119,6 +133,10 @@ def test_benchmarks_have_help(monkeypatch, capsys, name):
 def test_tables_of_methods_are_complete(header):
     named = {row[0].strip("`"): re.match(r"`(\w+)", row[1])[1] for row in table(METHODS, header)}
     assert named == {name: method.__name__ for name, method in registered().items()}
+
+
+def test_readme_says_how_many_methods_there_are():
+    assert f"[All {len(registered())} methods](docs/methods.md#which-method)" in (ROOT / "README.md").read_text()
 
 
 def test_compression_ratios_are_those_of_the_code():

@@ -303,6 +303,7 @@ def test_trains_under_horovodrun(tmp_path):
     assert plain["uncompressed_bytes_per_step"] == 4 * (188_810 - 2 * 288)
     # Horovod also all-reduces one number for each of ten gradients.
     assert plain["payload_bytes_per_step"] == plain["uncompressed_bytes_per_step"] + 4 * 10
+    assert all(run["sent_bytes_per_step"] == run["payload_bytes_per_step"] for run in report["runs"])  # of two ranks
     # 15 % of the coefficients with 10 bits each are 1/21; the bitmap, headers and small layers come on top.
     assert 10 < compressed["ratio"] < 21.4
 
@@ -340,6 +341,8 @@ def test_charlm_trains_under_fsdp(text, tmp_path):
     assert all(run["replicas_identical"] for run in runs)
     assert 0.999 < plain["ratio"] <= 1 and compressed["ratio"] > 5  # ranks compare their configurations, too
     assert abs(plain["uncompressed_bytes_per_step"] / replicated["uncompressed_bytes_per_step"] - 0.5) < 0.01
+    assert replicated["ratio"] == 1  # of four ranks; shards have two replicas
+    assert replicated["sent_bytes_per_step"] == 1.5 * replicated["payload_bytes_per_step"]
     np.testing.assert_allclose(plain["loss_curve"], replicated["loss_curve"], rtol=1e-2)
     assert plain["loss_curve"][0] == compressed["loss_curve"][0]
     assert compressed["test_loss"] < math.log(256) - 0.5

@@ -50,6 +50,23 @@ def test_readme_says_how_the_last_gpu_tests_ended():
     (last, *_) = (run["checks"]["tests_nvcc"]["tests"] for run in gpu.runs() if "tests_nvcc" in run["checks"])
     text = " ".join((ROOT / "README.md").read_text().split())
     assert f"In the last run on one GPU, {last['passed']} of {sum(last.values())} GPU tests passed" in text
+    (failed, *_) = (
+        [name for name, check in run["checks"].items() if check["outcome"] == "failed"]
+        for run in gpu.runs()
+        if "tests_nvcc" in run["checks"]
+    )
+    assert failed == ["nccl_4_ranks", "tests_nvcc"] and "and those of NCCL between 4 ranks on it failed" in text
+
+
+def test_readme_says_how_long_local_steps_were_trained():
+    steps = {}
+    for line in convergence.CHOSEN[convergence.README, "recommendations"]:
+        if line.method.startswith("local("):
+            settings = convergence.stored(line.study).recipes[line.recipe]
+            steps.setdefault(settings["network"] == "charlm", set()).add(settings["steps"] * settings["epochs"])
+    (of_charlm,), others = steps[True], steps[False]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"charlm takes {of_charlm} steps, the others {min(others)} to {max(others)}." in text
 
 
 def test_the_page_says_where_the_best_rates_of_the_transformer_are():
@@ -90,6 +107,22 @@ def test_the_page_of_evidence_names_the_largest_of_what_was_measured():
     }
     training, averaging = max(list(ranks.values())[:3]), ranks["scale_cpu.json"]
     assert f"more than {training} ranks that train, more than {averaging} that average" in text
+
+
+COMPUTED = {"wire.json", "decisions.json"}  # from other files
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
+def test_results_say_where_they_come_from(path):
+    content = json.loads(path.read_text())
+    found = [any(strings(content, keys)) for keys in (("commit", "commits"), ("device", "processor"), ("torch",))]
+    assert all(found) != (path.name in COMPUTED)
+
+
+def test_the_page_of_evidence_names_the_files_that_do_not():
+    text = " ".join((ROOT / "docs" / "evidence.md").read_text().split())
+    names = " and ".join(f"`{name}`" for name in sorted(COMPUTED, reverse=True))
+    assert f"but {names}, which are computed" in text
 
 
 def is_commit(name):

@@ -76,6 +76,9 @@ def test_two_containers_train(environment, tmp_path, kind, request):
     assert info["cuda"]["built"] == (kind == "gpu") and bool(info["torch"]["cuda"]) == (kind == "gpu")
     if kind == "gpu":
         assert info["cuda"]["nvrtc"]["version"] and info["cuda"]["devices"] == []
+    imported = "import gradzip, torch; gradzip.roundtrip(gradzip.TopK(), torch.randn(64, 64))"
+    hidden = enter("localhost", "sh", "-c", f"cd /opt/gradzip && python -c '{imported}'", status=1).stderr
+    assert "the sources in /opt/gradzip hide the gradzip that is installed in /opt/venv/" in hidden
     assert "x, has no address" in enter("x" * 64, "horovodrun", "-np", "2", "true", status=1).stderr
 
     methods = ["--compression", "none", "--compression", "fft-range:theta=0.85,bits=10"]

@@ -3,6 +3,7 @@
 import functools
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,27 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.convergence import wire
 from benchmarks.convergence.report import CHOSEN, README, Table, stored
+from models import MODELS
 
 BEFORE = 2  # steps of each phase before those that are counted, in which ranks agree, and DDP cuts its buckets anew
 COUNTED = 4  # even: steps of ACP-SGD differ
+
+
+class Sampled(NamedTuple):
+    """A run with GradiVeQ whose samples are gathered."""
+
+    method: str
+    network: str
+    steps: int
+
+
+SAMPLED = Sampled("gradiveq:warmup_steps=2,sample_steps=30,compress_steps=6,sampling=qsgd(bits=4)", "resnet8", 38)
+
+
+def gradients_of(sampled):
+    """Random numbers, the same on all ranks."""
+    torch.manual_seed(0)
+    return {name: torch.randn(p.shape) for name, p in MODELS[sampled.network].build(3, 10).named_parameters()}
 
 
 class Given(torch.nn.Module):
@@ -76,6 +95,23 @@ def rows():
         specs = (tuple(wire.text(phase.method) for phase in of_kind) for of_kind in phases)
         found[title] = of_row(settings["network"], row.records[0].parameters, *specs, wire.exempt_of(row.method))
     return found
+
+
+@scenario
+def samples():
+    """What the steps of `SAMPLED` send: by the count of the compressor, and of the loopback."""
+    torch.manual_seed(0)
+    model = Given(gradients_of(SAMPLED))
+    module = torch.nn.parallel.DistributedDataParallel(model)
+    made = gradzip.parse(SAMPLED.method)
+    gradzip.ddp.register(module, made)
+    step, _ = steps(model, module)
+    dist.barrier()
+    before = loopback()
+    for _ in range(SAMPLED.steps):
+        step()
+    dist.barrier()
+    return made.traffic.bytes_wire, loopback() - before
 
 
 def steps(model, module, lr=0.0):
