@@ -88,6 +88,7 @@ VARIANTS: dict[str, str | Variant] = {
     "from 10 samples on, with K / d of 8": Variant(samples=10, compressed=ALWAYS, decay=1.0, fresh=True),
     "from 20 samples on, with K / d of 8": Variant(samples=20, compressed=ALWAYS, decay=1.0, fresh=True),
     "a new sample in each step, sent as float16": Variant(compressed=ALWAYS, decay=1.0, fresh=True, half=True),
+    "the same, with K / d of 4": Variant(compressed=ALWAYS, decay=1.0, fresh=True, ratio=4, half=True),
     "residual, a slice in each step, no basis": Variant(
         samples=1, compressed=ALWAYS, decay=1.0, fresh=True, basis=False
     ),
