@@ -205,7 +205,7 @@ class GatherCompressor(Compressor):
         outs, flat = group.free_outs(), None
         if outs is None:
             flat = self.new_average(group.numel, group.device)
-            outs = group.pieces(flat)
+            outs = pieces(flat, list(map(attrgetter("shape"), group.parts))) if group.parts else group.pieces(flat)
         if group.state.scattered:
             bound = yield from self._decode_partitions(payloads, group, outs)
         else:

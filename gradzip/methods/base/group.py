@@ -185,9 +185,14 @@ class Group:
         return self.gradients if plain else None
 
     def free_outs(self) -> list[Tensor] | None:
-        """`outs` on a CPU, if they are float32, with a copy of what was compressed there for the next residual."""
+        """`outs` on a CPU, if they are float32, with a copy of what was compressed there for the next residual.
+
+        None if a method within the group's own has parts of other shapes.
+        """
         method, state, outs = self.method, self.state, self.outs
         if outs is None or self.device.type != "cpu" or outs[0].dtype != torch.float32:
+            return None
+        if [out.shape for out in outs] != [part.shape for part in self.parts]:
             return None
         if method.keeps_residual and state.next_residual is None:
             state.next_residual = state.renewed("residual", outs[0], self.numel)
