@@ -45,10 +45,10 @@ class Record:
     test_losses: list[float] = field(default_factory=list)
     train_losses: list[list[float]] = field(default_factory=list)
     payload_bytes: list[int] = field(default_factory=list)
-    handed: dict[str, int] = field(default_factory=dict)
     diverged: int | None = None
     digest: str = ""
     done: bool = False
+    handed: dict[str, int] = field(default_factory=dict)
 
 
 class CheckpointError(Exception):

@@ -100,6 +100,8 @@ def serve(folder):
         os.environ.clear()
         os.environ.update(environment)
         sys.executable = f"{folder}/python"
+        # A shell without job control starts background jobs, and so this server, with SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         return arguments
 
 
