@@ -66,8 +66,8 @@ class Variant:
     ratio: int = 8
     half: bool = False
 
-    def sent(self, x: Tensor) -> Tensor:
-        """What others receive."""
+    def received(self, x: Tensor) -> Tensor:
+        """What others receive of numbers that are sent."""
         return x.half().float() if self.half else x
 
 
@@ -117,14 +117,14 @@ class Layer:
             slices = self.compress(slices)
         else:
             self.count(slices.numel())
-            slices = self.sample(slices) if self.step > WARM_UP else self.variant.sent(slices)
+            slices = self.sample(slices) if self.step > WARM_UP else self.variant.received(slices)
         return unflatten(slices.view(-1), self.shape)
 
     def count(self, numbers: int) -> None:
         self.sent += numbers / 2 if self.variant.half else numbers
 
     def sample(self, slices: Tensor) -> Tensor:
-        whole = self.variant.sent(slices + self.residual)
+        whole = self.variant.received(slices + self.residual)
         if not self.residual.any():  # with a residual, it would be no gradient
             self.samples.append(whole.clone())
         self.residual.zero_()
@@ -148,11 +148,11 @@ class Layer:
         assert self.basis is not None
         whole = slices if self.variant.decay is None else slices + self.variant.decay * self.residual
         rest = whole - self.means
-        decoded = self.variant.sent(rest @ self.basis.t()) @ self.basis + self.means
+        decoded = self.variant.received(rest @ self.basis.t()) @ self.basis + self.means
         self.count(len(slices) * len(self.basis))
         if self.variant.fresh:
             turn = self.step % len(slices)
-            decoded[turn] = self.variant.sent(whole[turn])
+            decoded[turn] = self.variant.received(whole[turn])
             self.count(self.size - len(self.basis))
             self.samples = [*self.samples[1:], rest[turn].clone()]
             if self.step % LEARN_EVERY == 0:

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradzip
+from gradzip.collectives.cost import sent_share
 
 
 def launcher():
@@ -211,7 +212,7 @@ class LocalSteps:
 
 def all_reduce(traffic, bucket):
     """DDP's default all-reduce as a hook that counts bytes, as a ring sends them."""
-    traffic.count(bucket.buffer().nbytes, 2 - 2 / dist.get_world_size())
+    traffic.count(bucket.buffer().nbytes, sent_share("all_reduce", dist.get_world_size()))
     traffic.bytes_dense += bucket.buffer().nbytes
     return allreduce_hook(None, bucket)
 
