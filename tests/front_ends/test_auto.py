@@ -20,7 +20,7 @@ from gradzip.averaging.handshake import compare, describe
 from gradzip.collectives.engine import Engine
 from gradzip.methods.base.group import plan_groups
 from gradzip.methods.spec import unparse
-from launch import SHAPED_NET, environment, executable, horovodrun, needs_network, scenarios, torchrun
+from launch import SHAPED_NET, assert_done, environment, executable, horovodrun, needs_network, scenarios, torchrun
 
 SIZE = 2
 SKIPPED = (2, 6, 12, 20)
@@ -804,7 +804,7 @@ def test_compression_is_chosen_on_a_slow_network(front_end, tmp_path):
         env=environment(GLOO_SOCKET_IFNAME="lo"), stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert_done(done)
     per_rank = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(SIZE)]
     results = [of_rank["slow_network"] for of_rank in per_rank]
     for decided, choice, report, history, _ in results:

@@ -9,7 +9,7 @@ import torch
 
 import gradzip
 from contract import average_bucket, kept_residual
-from launch import elastic_horovodrun
+from launch import elastic_horovodrun, shortened
 
 pytest.importorskip("horovod.torch")
 from elastic_jobs import HOSTS, digest, records
@@ -35,7 +35,7 @@ class Job:
 def job(request, tmp_path_factory):
     folder, plan = tmp_path_factory.mktemp(request.param), PLANS[request.param]
     code, output = elastic_horovodrun("elastic_worker.py", folder, request.param, HOSTS[: plan.sizes[0]], timeout=240)
-    assert code == 0, output[-6000:]
+    assert code == 0, shortened(output)
     generations = [{} for _ in plan.sizes]
     for record in records(folder):
         generations[record["generation"]][record["host"], record["event"], record["step"]] = record

@@ -8,7 +8,7 @@ import torch
 
 import gradzip
 from contract import gradient
-from launch import elastic_horovodrun
+from launch import elastic_horovodrun, shortened
 
 pytest.importorskip("horovod.torch")
 from elastic_jobs import HOSTS, records
@@ -43,7 +43,7 @@ def jobs(tmp_path_factory):
             folder, plan = tmp_path_factory.mktemp(name), PLANS[name]
             hosts = HOSTS[: plan.sizes[0]]
             code, output = elastic_horovodrun("elastic_outer_worker.py", folder, name, hosts, timeout=240)
-            assert code == 0, output[-6000:]
+            assert code == 0, shortened(output)
             generations = [{} for _ in plan.sizes]
             for record in records(folder):
                 generations[record["generation"]][record["host"], record["event"], record["batch"]] = record

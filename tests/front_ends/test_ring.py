@@ -12,7 +12,7 @@ from gradzip.collectives import RingSum, ring_segments
 from gradzip.collectives.fusion import fused
 from gradzip.collectives.traffic import sent_nbytes
 from gradzip.engines.local import drive
-from launch import environment, executable, needs_network, processes, scenarios, worker_path
+from launch import assert_done, environment, executable, needs_network, processes, scenarios, worker_path
 from ring_worker import (
     CUTS,
     Projection,
@@ -254,7 +254,7 @@ def test_configured_interface_is_used_between_hosts(tmp_path):
         env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
         timeout=90,
     )  # fmt: skip
-    assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
+    assert_done(job)
     per_rank = [torch.load(tmp_path / f"{rank}.pt", weights_only=True)["between_hosts"] for rank in range(3)]
     for index, wanted in enumerate(["eth1", "eth0", None]):
         assert_is_sum(assert_identical([of_rank[index][0] for of_rank in per_rank]), 3, 300_001)

@@ -8,7 +8,7 @@ import torch
 
 import integrations
 from integrations import needs_integrations, torchrun
-from launch import environment, scenarios
+from launch import assert_done, environment, scenarios
 from paths import ROOT
 
 pytestmark = [needs_integrations, pytest.mark.long, pytest.mark.timeout(600)]
@@ -197,7 +197,7 @@ def test_documentation_under_the_launcher_of_lightning(tmp_path):
         [*integrations.python(), str(script)], cwd=tmp_path, env=environment(GLOO_SOCKET_IFNAME="lo"),
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
-    assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
+    assert_done(job)
     for name in ("trainer", "fabric", "local", "sharded"):
         counts = [int(path.read_text()) for path in tmp_path.glob(f"{name}.*")]
         assert len(counts) == 2 and min(counts) > 0, name

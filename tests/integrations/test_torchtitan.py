@@ -5,6 +5,7 @@ import json
 import pytest
 
 from integrations import needs_integrations, torchrun
+from launch import assert_done
 
 pytestmark = [needs_integrations, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -14,7 +15,7 @@ RANKS, LAYERS, WEIGHTS_OF_A_LAYER = 4, 6, 7  # of the debug model: norms, attent
 def test_gradients_are_those_of_its_own_hybrid_sharding(tmp_path):
     """Uncompressed, to the bit. Integers of 8 bits round to a multiple of 1/127 of the largest number of a block."""
     done = torchrun(RANKS, "torchtitan_worker.py", tmp_path, "none", "block-float")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert_done(done)
     for rank in range(RANKS):
         results = json.loads((tmp_path / f"{rank}.json").read_text())
         none, block_float = results["none"], results["block-float"]

@@ -114,7 +114,7 @@ def elastic_horovodrun(script, folder, plan, hosts, timeout):
             path.unlink()
         code, output = _elastic_job(script, folder, plan, hosts, timeout)
     if code is None:
-        pytest.fail(f"not done after {timeout} s:\n{output[-6000:]}")
+        pytest.fail(f"not done after {timeout} s:\n{shortened(output)}")
     return code, output
 
 
@@ -176,10 +176,23 @@ def torchrun(ranks, script, *arguments, timeout=120, interpreter=python):
     )
 
 
+def assert_done(job):
+    """Fail, with what a finished job has printed, if it has failed."""
+    assert job.returncode == 0, shortened(job.stdout) + shortened(job.stderr)
+
+
+def shortened(output, length=4000):
+    """What a job of several ranks has printed: from the first traceback, which the others follow, and the end."""
+    first = output.find("Traceback (most recent call last)")
+    if first < 0 or first >= len(output) - length:
+        return output[-length:]
+    return f"{output[first:][:length]}\n[...]\n{output[max(first + length, len(output) - length) :]}"
+
+
 def scenarios(ranks, script, folder, *names, run=horovodrun, timeout=120):
     """Run scenarios of a worker script. Return each scenario's results by rank: {name: [of rank 0, ...]}."""
     job = run(ranks, script, folder, *names, timeout=timeout)
-    assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
+    assert_done(job)
     per_rank = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
     return {name: [results[name] for results in per_rank] for name in per_rank[0]}
 
@@ -245,7 +258,7 @@ def processes(ranks, script, folder, *names, timeout=120):
     saved = [Path(folder) / f"{rank}.pt" for rank in range(ranks)]
     per_rank = [torch.load(path, weights_only=True) if path.exists() else None for path in saved]
     first = next((results for results in per_rank if results is not None), None)
-    assert first is not None, "\n".join(outputs)[-8000:]
+    assert first is not None, "\n".join(map(shortened, outputs))
     return (
         {name: [results and results[name] for results in per_rank] for name in first},
         [worker.returncode for worker in workers],

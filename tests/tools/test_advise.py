@@ -22,7 +22,7 @@ from gradzip.cli.command import CommandError
 from gradzip.cli.models import MODELS, Parameter, step_of
 from gradzip.collectives.engine import Engine
 from kinds import SAMPLE, params
-from launch import horovodrun, torchrun
+from launch import assert_done, horovodrun, torchrun
 from paths import ROOT
 
 # Published numbers of parameters, of torchvision's and Hugging Face's networks.
@@ -625,7 +625,7 @@ def test_measured_in_a_job(run_job, ranks, front, tmp_path):
     gradzip_command = Path(sys.executable).with_name("gradzip")
     arguments = ["--model", f"{path}:build", "--step-ms", 5, "--methods", "topk", "--json"]
     job = run_job(ranks, gradzip_command, "advise", "--measure", *arguments)
-    assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-3000:]
+    assert_done(job)
     # horovodrun says which rank has printed a line: only rank 0 has.
     text = "\n".join(re.sub(r"^\[0\]<stdout>:", "", line) for line in job.stdout.splitlines())
     out = json.loads(text[text.index("{") : text.rindex("}") + 1])
