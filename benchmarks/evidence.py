@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, ROOT, Blocks, ResultsError, replace_blocks, stored_rows
 from benchmarks.common.tables import markdown, span
+from benchmarks.convergence.recipes import is_text
 
 PAGE = ROOT / "docs" / "evidence.md"
 START = "<!-- table of {}: python -m benchmarks.evidence --write -->\n\n"
@@ -59,8 +60,9 @@ def of_real_ranks(file: str, front_end: str) -> Iterator[list[str]]:
     for network, optimizer in dict.fromkeys((row["network"], row["optimizer"]) for row in rows):
         own = [row for row in rows if (row["network"], row["optimizer"]) == (network, optimizer)]
         about, seeds = own[0], {(row["variant"], row["seed"]) for row in own}
+        data = "tinyshakespeare" if is_text(network) else "cifar10"
         yield [
-            f"{network}, with {front_end}", "tinyshakespeare", OPTIMIZERS[optimizer], str(about["steps"]),
+            f"{network}, with {front_end}", data, OPTIMIZERS[optimizer], str(about["steps"]),
             f"{about['ranks']} real ones", span(Counter(variant for variant, _ in seeds).values()), f"`{file}`",
         ]  # fmt: skip
 

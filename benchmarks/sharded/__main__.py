@@ -16,14 +16,15 @@ from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, ROOT, Blocks, stored_rows
 from benchmarks.common.studies import Rows, block, run_study
 from benchmarks.common.tables import markdown
-from benchmarks.convergence.recipes import MUON_LRS
-from benchmarks.sharded.study import BASELINE, RECIPE, Variants, add_arguments, best_of, study
+from benchmarks.convergence.recipes import MUON_LRS, is_text
+from benchmarks.sharded.study import BASELINE, RECIPES, Variants, add_arguments, best_of, study
 from benchmarks.training.averagers import BLOCKS
 from models import MODELS
 
 EXAMPLES = """\
 examples:
   python -m benchmarks.sharded --data tinyshakespeare.txt                the study: hours on two cores
+  python -m benchmarks.sharded --network resnet8 --data cifar-10-batches-bin
   python -m benchmarks.sharded --network charlm-small --steps 5 --seed 0 --lr 0.002 --json /tmp/try.json
                                                                          to try it out
 
@@ -32,7 +33,7 @@ Variants are named by the bits of gathers and reductions.
 FILE = RESULTS / "sharded.json"
 PAGE = ROOT / "docs" / "accuracy.md"
 START = "<!-- table: python -m benchmarks.sharded --write -->\n\n"
-LRS = {"adamw": RECIPE.lrs, "muon": MUON_LRS}
+LRS = {"adamw": RECIPES["charlm"].lrs, "muon": MUON_LRS, "sgd": RECIPES["resnet8"].lrs}
 
 
 def _bits(gather: int, reduce: int, **options: Any) -> dict[str, Any]:
@@ -56,11 +57,13 @@ def tables(rows: Rows) -> Iterator[str]:
 
     Bytes are those that a rank sends to others; FSDP2's own are computed.
     """
-    header = ["variant", "learning rate", "times fewer bytes", "score", "− float32, %"]
     for network, optimizer in dict.fromkeys((row["network"], row["optimizer"]) for row in rows):
         of_recipe = [row for row in rows if (row["network"], row["optimizer"]) == (network, optimizer)]
         best = best_of(of_recipe, VARIANTS)
-        about, model = of_recipe[0], MODELS[network].build(data.Text.vocabulary, data.Text.context)
+        about, text = of_recipe[0], is_text(network)
+        measure = data.Text.measure if text else data.Images.measure
+        dimensions = (data.Text.vocabulary, data.Text.context) if text else (3, data.Images.num_classes)
+        model = MODELS[network].build(*dimensions)
         blocks = [module for module in model.modules() if isinstance(module, BLOCKS)]
         gathered_twice = sum(parameter.numel() for block in blocks for parameter in block.parameters())
         numel = sum(parameter.numel() for parameter in model.parameters())
@@ -75,15 +78,19 @@ def tables(rows: Rows) -> Iterator[str]:
         for variant, (score, lr, of_lr) in best.items():
             sent = statistics.fmean(sum(row["sent"].values()) / row["steps"] for row in of_lr)
             scores = [row["scores"][-1] for row in of_lr]
+            worse = 0.0 if own is None else 100 * (score / own[0] - 1) if text else score - own[0]
+            low, mean, high = (f"{x:.{measure.digits}f}" for x in (min(scores), score, max(scores)))
             cells.append(
                 [
                     variant,
                     f"{lr:g}",
                     "1" if variant == BASELINE else f"{whole / sent:.2f}",
-                    f"{score:.3f} ({min(scores):.3f}–{max(scores):.3f})",
-                    f"{100 * (score / own[0] - 1):+.2f}".replace("-", "−") if own and variant != BASELINE else "",
+                    f"{mean} ({low}–{high})",
+                    f"{worse:+.2f}".replace("-", "−") if own and variant != BASELINE else "",
                 ]
             )
+        difference = "− float32, %" if text else "− float32, points"
+        header = ["variant", "learning rate", "times fewer bytes", measure.label, difference]
         yield from markdown(header, cells)
         yield ""
 
@@ -95,7 +102,7 @@ def blocks() -> Blocks:
 
 def main() -> None:
     parser = Parser("sharded", __doc__, EXAMPLES)
-    add_arguments(parser, VARIANTS, LRS, RECIPE.epochs)
+    add_arguments(parser, VARIANTS, LRS, RECIPES["charlm"].epochs)
     run_study(parser, FILE, partial(study, "fsdp", VARIANTS, LRS), tables, blocks)
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import data
@@ -184,8 +185,9 @@ class Sharded(Training):
         return WholeOptimizer(self.model, self.make, self.built()) if whole else self.make(self.model)
 
     def tested(self) -> nn.Module:
-        """The network of the sharded parameters, which are not rounded."""
-        self.network.load_state_dict({name: whole(p) for name, p in self.model.state_dict().items()})
+        """The network of the sharded parameters, which are not rounded. It has this rank's statistics of BatchNorm."""
+        state = self.model.state_dict()
+        self.network.load_state_dict({name: whole(x) if isinstance(x, DTensor) else x for name, x in state.items()})
         return self.network
 
 

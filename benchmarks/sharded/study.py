@@ -14,18 +14,19 @@ from benchmarks.common.jobs import has_own_net
 from benchmarks.common.progress import Progress
 from benchmarks.common.results import ResultsError, provenance, write_json
 from benchmarks.common.studies import Rows
-from benchmarks.convergence.recipes import SIZES, Run
+from benchmarks.convergence.recipes import SIZES, Run, is_text
 from benchmarks.sharded.rank import Job
 from models import MODELS
 
-RECIPE = SIZES["full"]["text"]
+_TEXT = SIZES["full"]["text"]
+RECIPES = {"charlm": _TEXT, "charlm-small": _TEXT, "resnet8": SIZES["default"]["images"]}  # by network
 BASELINE = "float32"
 Variants = Mapping[str, dict[str, Any]]  # by name: options of a `Job`
 KEYS = ("network", "optimizer", "variant", "lr", "seed")  # of a run
 
 
 def add_arguments(parser: Parser, variants: Variants, lrs: Mapping[str, Sequence[float]], epochs: int) -> None:
-    """Those of `study`."""
+    """Those of `study`. epochs: by default."""
     parser.add_argument("--variant", action="append", choices=variants, help="default: all; repeat for several")
     parser.add_argument("--optimizer", action="append", choices=lrs, help="default: all; repeat for several")
     shown = "; ".join(f"{optimizer}: {', '.join(f'{lr:g}' for lr in of)}" for optimizer, of in lrs.items())
@@ -33,11 +34,13 @@ def add_arguments(parser: Parser, variants: Variants, lrs: Mapping[str, Sequence
         "--lr", action="append", type=float, metavar="LR", help=f"repeat for several (default: {shown})"
     )
     parser.add_argument("--seed", action="append", type=at_least(0), metavar="N", help="default: 0 and 1")
-    parser.add_argument("--network", choices=("charlm", "charlm-small"), default="charlm", help="default: charlm")
+    parser.add_argument("--network", choices=RECIPES, default="charlm", help="default: charlm")
     parser.add_argument("--epochs", type=at_least(1), default=epochs, metavar="N", help="default: %(default)s")
     parser.add_argument("--steps", type=at_least(1), metavar="N", help="cut runs short, to try this out")
-    parser.add_argument("--ranks", type=at_least(2), default=RECIPE.workers, metavar="N", help="default: %(default)s")
-    parser.add_argument("--data", metavar="FILE", help="a text (default: sources of torch.nn)")
+    parser.add_argument("--ranks", type=at_least(2), default=_TEXT.workers, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--data", metavar="PATH", help="a text, or a folder with CIFAR-10 (default: sources of torch.nn, or digits)"
+    )
 
 
 def study(
@@ -48,15 +51,18 @@ def study(
     lrs: by optimizer, by default.
     """
     length = {"epochs": args.epochs, "cut": args.steps}
-    if others := [row for row in rows if any(row[key] != value for key, value in length.items())]:
+    of_network = [row for row in rows if row["network"] == args.network]
+    if others := [row for row in of_network if any(row[key] != value for key, value in length.items())]:
         got = f"got a run of {others[0]['epochs']} epochs, {others[0]['steps']} steps"
         raise ResultsError(f"{args.json}: {got}, expected runs of one length; name another file")
     path = data_path(MODELS[args.network].data, [args.data] if args.data else [])
+    recipe, text = RECIPES[args.network], is_text(args.network)
+    optimizers = args.optimizer or [optimizer for optimizer in lrs if (optimizer == "sgd") != text]
     wanted = [
         (optimizer, variant, lr, seed)
         for place in range(max(map(len, lrs.values())))
-        for seed in args.seed or RECIPE.seeds
-        for optimizer in args.optimizer or lrs
+        for seed in args.seed or recipe.seeds
+        for optimizer in optimizers
         for lr in (args.lr or lrs[optimizer])[place : place + 1]
         for variant in args.variant or variants
     ]
@@ -66,8 +72,9 @@ def study(
         for optimizer, variant, lr, seed in left:
             progress.now(f"{optimizer}, {variant}, lr {lr:g}, seed {seed}")
             run = Run(
-                "text", variant, lr, seed, args.network, args.epochs, args.ranks, RECIPE.batch_size, 1.0, optimizer, ()
-            )
+                "text" if text else "images", variant, lr, seed, args.network, args.epochs, args.ranks,
+                recipe.batch_size, 1.0, optimizer, (),
+            )  # fmt: skip
             epochs = run_job(Job(asdict(run), front_end, variants[variant], path, args.steps))
             row = {
                 "network": args.network, "optimizer": optimizer, "variant": variant, "lr": lr, "seed": seed,
@@ -90,8 +97,11 @@ def run_job(job: Job, timeout: float = 1800) -> list[dict[str, Any]]:
 
 
 def best_of(rows: Rows, variants: Iterable[str]) -> dict[str, tuple[float, float, Rows]]:
-    """Of each variant: the mean score over seeds at the learning rate where it is lowest, that rate, and its rows."""
-    best = {}
+    """Of each variant: the mean score over seeds at the learning rate where it is best, that rate, and its rows.
+
+    rows: of one network.
+    """
+    best, choose = {}, min if all(is_text(row["network"]) for row in rows) else max
     for variant in variants:
         by_lr: dict[float, Rows] = {}
         for row in rows:
@@ -99,5 +109,5 @@ def best_of(rows: Rows, variants: Iterable[str]) -> dict[str, tuple[float, float
                 by_lr.setdefault(row["lr"], []).append(row)
         scored = [(statistics.fmean(row["scores"][-1] for row in of_lr), lr, of_lr) for lr, of_lr in by_lr.items()]
         if scored:
-            best[variant] = min(scored, key=lambda found: found[:2])
+            best[variant] = choose(scored, key=lambda found: found[:2])
     return best
