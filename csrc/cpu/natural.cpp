@@ -110,6 +110,7 @@ constexpr int64_t kSumBlock = 1 << 12;
 template <class T>
 void encode(const T* x, const NaturalSource& of, const int64_t* replays, float* most, int threads) {
   const uint64_t key = replay_key(of.key, replays);
+  uint8_t* const packed = of.packed;
   std::atomic<int64_t> largest{0};
   parallel_chunks(of.n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
     if (most) raise(&largest, int64_t(abs_max_here(x + begin, end - begin)));
@@ -121,7 +122,7 @@ void encode(const T* x, const NaturalSource& of, const int64_t* replays, float* 
       philox_words(key, uint64_t(i), count, random);
       natural_codes(as_floats(x + i, count, buffer), random, count, codes);
       std::fill(codes + count, codes + ceil_div(count, 8) * 8, uint16_t(0));
-      pack_codes(codes, count, of.packed + i / 8 * kNaturalBits);
+      pack_codes(codes, count, packed + i / 8 * kNaturalBits);
     }
   });
   if (most) *most = bits_float(uint32_t(largest));

@@ -114,7 +114,8 @@ def new_payloads(
     sizes = [-(-(HEADER_NBYTES + nbytes) // PAYLOAD_ALIGN) * PAYLOAD_ALIGN for nbytes in section_nbytes]
     rows = torch.empty(len(sizes), max(sizes), dtype=torch.uint8, device=device)
     if not streams:
-        rows[:, 0 if gaps else HEADER_NBYTES + min(section_nbytes) :].zero_()
+        begin = 0 if gaps else HEADER_NBYTES + min(section_nbytes)
+        rows.narrow(1, begin, rows.shape[1] - begin).zero_()
     return list(map(Tensor.__getitem__, rows.unbind(), map(slice, sizes)))
 
 

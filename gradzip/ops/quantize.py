@@ -6,13 +6,14 @@ NeurIPS 2017, section 3.1.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from . import _native, groups
+from . import _native, groups, replays
 from .bucket_norms import NORMS, num_buckets
 from .errors import PayloadError
 from .pack_bits import packed_nbytes
@@ -106,9 +107,11 @@ def quantize_packed(
     ['0x7', '0xf']
     """
     what = "quantize_packed"
-    x, norms, _ = quantizer_arguments(x, bits, bucket, norm, key, norms, what, _native.FLOATS)
-    out = _native.output(out, packed_nbytes(x.numel(), bits), torch.uint8, x.device, f"{what}: out")
-    groups.quantize_packed([x], bits, bucket, norm, [key], groups.addresses([out]), groups.addresses([norms]))
+    x, norms, (n, *arguments, key) = quantizer_arguments(x, bits, bucket, norm, key, norms, what, _native.FLOATS)
+    out = _native.output(out, packed_nbytes(n, bits), torch.uint8, x.device, f"{what}: out")
+    address, dtype = _native.floats(x)
+    source = array("Q", (address, n, key, out.data_ptr(), norms.data_ptr()))  # struct QuantizeSource
+    _native.run(what, x, source.buffer_info()[0], 1, dtype, *arguments, replays.address(x), 0)
     return out, norms
 
 
