@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...collectives import AllToAll, Gather, ToHost
 from ...collectives.cost import Link
-from ...collectives.fusion import pieces
+from ...collectives.fusion import flattened, pieces
 from ...collectives.requests import most_nbytes
 from ...collectives.routines import Local, Routine, at_once, jointly
 from ...memory.state import Key, State
@@ -473,8 +473,10 @@ class GatherCompressor(Compressor):
         from_ranks, state.payload = opened[: group.size], list(zip(opened[group.size :], partitions))
         mine = partitions[group.rank]
         shapes = [piece.view.shape for piece in mine]
-        average = torch.cat([part.reshape(-1) for part in self._decoded(from_ranks, shapes)])
-        del received, opened, from_ranks
+        decoded = self._decoded(from_ranks, shapes)
+        # On a CPU, the next call reuses its memory.
+        average = flattened(decoded) if decoded[0].is_cuda else torch.cat(list(map(Tensor.flatten, decoded)))
+        del received, opened, from_ranks, decoded
         if group.on_device and self.fixed_nbytes:  # all ranks see in the average if a payload was not sound
             sound = group.numbers[-1][: group.size].amax().view(1)
             kernels.restore_unless_finite(sound, [average], [None], math.nan)
