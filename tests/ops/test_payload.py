@@ -386,13 +386,16 @@ def test_several_payloads_are_sealed_as_each_alone():
         ops.seal_payloads([*seals(alone)[:1], seals(alone)[1]._replace(payload=alone[1].to("meta"))], **own)
 
 
-@pytest.mark.parametrize("gaps", [False, True])
-def test_what_follows_the_sections_of_payloads_is_zero(gaps, monkeypatch):
-    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, 255, **options))
+@pytest.mark.parametrize("options", [{}, {"gaps": True}, {"streams": True}])
+def test_what_follows_the_sections_of_payloads_is_zero(options, monkeypatch):
+    monkeypatch.setattr(torch, "empty", lambda *shape, **of_empty: torch.full(shape, 255, **of_empty))
     sections = [34, 5, 33, 48, 16, 0]
-    for nbytes, payload in zip(sections, ops.new_payloads(sections, gaps=gaps), strict=True):
-        assert payload.numel() == ops.new_payload(nbytes).numel()
-        assert not payload[0 if gaps else ops.HEADER_NBYTES + nbytes :].any()
+    payloads = ops.new_payloads(sections, **options)
+    rows = payloads[0].as_strided((len(sections), 96), (96, 1))  # all of their memory
+    for nbytes, payload, row in zip(sections, payloads, rows, strict=True):
+        end = ops.HEADER_NBYTES + nbytes
+        assert payload.data_ptr() == row.data_ptr() and payload.numel() == -(-end // 16) * 16
+        assert not row[0 if "gaps" in options else payload.numel() if "streams" in options else end :].any()
 
 
 # --- verified on the device
