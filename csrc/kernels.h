@@ -28,6 +28,7 @@
 #include "common/elias.h"
 #include "common/index_code.h"
 #include "common/low_rank.h"
+#include "common/natural.h"
 #include "common/one_bit.h"
 #include "common/orthogonalize.h"
 #include "common/payload.h"
@@ -200,12 +201,12 @@ KERNEL_WITH_WORKSPACE(bucket_norms, const void* x, int dtype, int64_t n, int64_t
 KERNEL_WITH_WORKSPACE(quantize, const float* x, int64_t n, int bits, int64_t bucket, int norm, uint64_t key,
                       int32_t* codes, float* norms);
 // The same levels in sign-magnitude form (the sign is the top bit) as a bit stream of ceil(n * bits / 8) bytes, for
-// each of several rows of n elements, of which `keys` lists the keys, in host memory on every device. The results of
-// the next row are `stride` bytes further on, a multiple of 4, in both arrays.
-// On CUDA: A launch takes kKeysBatch rows. Norms of buckets that are longer than a tile take launches of their own.
-KERNEL_WITH_WORKSPACE(quantize_packed, const void* x, int dtype, int64_t rows, int64_t n, int bits, int64_t bucket,
-                      int norm, const uint64_t* keys, const int64_t* replays, int64_t stride, uint8_t* packed,
-                      float* norms);
+// each vector of the table, which is in host memory on every device; all are of one type. Unless it is null, `most` gets
+// max |x| of each, as by abs_max.
+// On CUDA: A launch takes kQuantizeBatch vectors. Norms of buckets that are longer than a tile take launches of their
+// own.
+KERNEL_WITH_WORKSPACE(quantize_packed, const QuantizeSource* table, int64_t count, int dtype, int bits, int64_t bucket,
+                      int norm, const int64_t* replays, float* most);
 // x[i] = level / s * norm. *failed: a level is beyond s. x is written nevertheless.
 KERNEL(quantize_decode, const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,
        int32_t* failed);
@@ -219,16 +220,16 @@ KERNEL(quantize_decode_sum, const QuantizedTerm* terms, int64_t count, int64_t p
 
 // --- natural
 // Natural compression: the sign and the exponent of each x, or with the probability of x's mantissa (draw i of the key)
-// the next exponent, as a bit stream of ceil(9 n / 8) bytes. Unless it is null, *most = max |x|, as by abs_max. One
-// read of x.
-// On CUDA: *failed is 1 on failure. A launch takes kNaturalBatch payloads. More of them are added to `out`, as with
-// `add`, which is float32 then.
-KERNEL(natural_encode, const void* x, int dtype, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed,
-       float* most);
+// the next exponent, as a bit stream of ceil(9 n / 8) bytes, for each vector of the table, which is in host memory on
+// every device; all are of one type. Unless it is null, `most` gets max |x| of each, as by abs_max. One read of x.
+// On CUDA: A launch takes kNaturalSources vectors.
+KERNEL(natural_encode, const NaturalSource* table, int64_t count, int dtype, const int64_t* replays, float* most);
 // out = the sum of weight * the powers of two of the payloads, in order, with a rounding after each; or out += each, if
 // `add`. `out` has n elements in `parts` parts (common/parts.h), each with `count` payloads of its own. The table is in
 // host memory on every device. *failed: 1 + the index of the first payload with an exponent of infinity, whose elements
 // become infinite or NaN.
+// On CUDA: *failed is 1 on failure. A launch takes kNaturalBatch payloads. More of them are added to `out`, as with
+// `add`, which is float32 then.
 KERNEL(natural_decode_sum, const uint8_t* const* payloads, int64_t count, int64_t parts, int64_t n, float weight,
        bool add, void* out, int dtype, int32_t* failed);
 

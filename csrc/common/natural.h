@@ -15,6 +15,15 @@ constexpr int kNaturalBits = 9;
 constexpr uint32_t kNaturalMask = (1u << kNaturalBits) - 1u;
 constexpr uint32_t kNaturalInf = 0xffu;  // the exponent of infinities and NaNs
 
+// A vector to encode, and where its codes go.
+struct NaturalSource {
+  const void* x;
+  int64_t n;
+  uint64_t key;
+  uint8_t* packed;
+};
+static_assert(sizeof(NaturalSource) == 32, "gradzip/ops/groups.py writes it");
+
 // The code of x, or of the next power of two with the probability of x's mantissa, draw / 2^32 < mantissa / 2^23. There is
 // no power above the largest exponent of finite numbers.
 GZ_HD uint32_t natural_code(float x, uint32_t draw) {

@@ -59,12 +59,22 @@ GZ_HD int32_t code_level(uint32_t code, int bits) {
   return code >> (bits - 1) ? -level : level;
 }
 
+// A vector to quantize, and where its packed levels and the norms of its buckets go.
+struct QuantizeSource {
+  const void* x;
+  int64_t n;
+  uint64_t key;
+  uint8_t* packed;
+  float* norms;
+};
+static_assert(sizeof(QuantizeSource) == 40, "gradzip/ops/groups.py writes it");
+
 // Packed levels of a tensor, and the norms of its buckets.
 struct QuantizedTerm {
   const uint8_t* packed;
   const float* norms;
 };
-static_assert(sizeof(QuantizedTerm) == 16, "gradzip/ops/quantize.py writes it");
+static_assert(sizeof(QuantizedTerm) == 16, "gradzip/ops/groups.py writes it");
 
 // The value of a level: exactly +-norm for the largest one, and never beyond.
 GZ_HD float level_value(int32_t level, int32_t s, float norm) { return float(level) / float(s) * norm; }

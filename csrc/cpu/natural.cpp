@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <vector>
 
 #include "common/parts.h"
 #include "cpu/abs_max.h"
@@ -109,11 +108,12 @@ GZ_SIMD_SELECT(bool, add_powers, (const uint8_t* packed, int64_t n, float weight
 constexpr int64_t kSumBlock = 1 << 12;
 
 template <class T>
-void encode(const T* x, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed, float* most, int threads) {
-  key = replay_key(key, replays);
-  std::vector<uint32_t> largest(size_t(ceil_div(n, kChunk)), 0);
-  parallel_chunks(n, kChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end) {
-    if (most) largest[size_t(chunk)] = abs_max_here(x + begin, end - begin);
+void encode(const T* x, const NaturalSource& of, const int64_t* replays, float* most, int threads) {
+  const uint64_t key = replay_key(of.key, replays);
+  uint8_t* const packed = of.packed;
+  std::atomic<int64_t> largest{0};
+  parallel_chunks(of.n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
+    if (most) raise(&largest, int64_t(abs_max_here(x + begin, end - begin)));
     for (int64_t i = begin; i < end; i += kBitBlock) {
       const int count = int(std::min<int64_t>(end - i, kBitBlock));
       uint32_t random[kBitBlock];
@@ -125,7 +125,7 @@ void encode(const T* x, int64_t n, uint64_t key, const int64_t* replays, uint8_t
       pack_codes(codes, count, packed + i / 8 * kNaturalBits);
     }
   });
-  if (most) *most = bits_float(n ? *std::max_element(largest.begin(), largest.end()) : 0u);
+  if (most) *most = bits_float(uint32_t(largest));
 }
 
 template <class T>
@@ -148,9 +148,13 @@ void decode_sum(const uint8_t* const* payloads, int64_t count, int64_t n, float 
 
 }  // namespace
 
-void natural_encode(const void* x, int dtype, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed,
-                    float* most, int threads) {
-  typed(x, dtype, [&](auto* of) { encode(of, n, key, replays, packed, most, threads); });
+void natural_encode(const NaturalSource* table, int64_t count, int dtype, const int64_t* replays, float* most,
+                    int threads) {
+  const auto size = [&](int64_t i) { return table[i].n; };
+  parallel_pieces(count, threads, size, [&](int64_t i, int threads_of_one) {
+    float* const own = most ? most + i : nullptr;
+    typed(table[i].x, dtype, [&](auto* x) { encode(x, table[i], replays, own, threads_of_one); });
+  });
 }
 
 void natural_decode_sum(const uint8_t* const* payloads, int64_t count, int64_t parts, int64_t n, float weight, bool add,

@@ -21,10 +21,14 @@ void parallel_for(int64_t tasks, int threads, F&& f) {
       const_cast<void*>(static_cast<const void*>(&f)));
 }
 
-// Lowers a number that threads share.
+// Lowers, or raises, a number that threads share.
 inline void lower(std::atomic<int64_t>* number, int64_t to) {
   int64_t seen = *number;
   while (to < seen && !number->compare_exchange_weak(seen, to)) continue;
+}
+inline void raise(std::atomic<int64_t>* number, int64_t to) {
+  int64_t seen = *number;
+  while (to > seen && !number->compare_exchange_weak(seen, to)) continue;
 }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

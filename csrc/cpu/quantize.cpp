@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "common/parts.h"
+#include "cpu/abs_max.h"
 #include "cpu/bit_stream.h"
 #include "cpu/bucket_norms.h"
 #include "cpu/narrow_stream.h"
@@ -166,15 +167,15 @@ GZ_SIMD_DISPATCH(bool, level_values, (const int32_t* codes, int n, int32_t s, fl
                  (codes, n, s, norm, x))
 
 template <class T>
-void pack(const T* x, int64_t rows, int64_t n, int bits, int64_t bucket, int norm, const uint64_t* keys,
-          const int64_t* replays, int64_t stride, uint8_t* packed, float* norms, int threads) {
-  const auto size = [n](int64_t) { return n; };
-  parallel_pieces(rows, threads, size, [&](int64_t row, int threads_of_row) {
-    float* own_norms = norms + row * stride / 4;
-    const Quantizer<T> quantizer{x + row * n, n, own_norms, bucket, bits, replay_key(keys[row], replays)};
-    with_norms(quantizer.x, n, bucket, Norm(norm), own_norms, threads_of_row,
-               [&](int64_t begin, int64_t end) { packed_levels(quantizer, begin, end, packed + row * stride); });
+void pack(const T* x, const QuantizeSource& of, int bits, int64_t bucket, Norm norm, const int64_t* replays,
+          float* most, int threads) {
+  const Quantizer<T> quantizer{x, of.n, of.norms, bucket, bits, replay_key(of.key, replays)};
+  std::atomic<int64_t> largest{0};
+  with_norms(x, of.n, bucket, norm, of.norms, threads, [&](int64_t begin, int64_t end) {
+    if (most) raise(&largest, int64_t(abs_max_here(x + begin, end - begin)));
+    packed_levels(quantizer, begin, end, of.packed);
   });
+  if (most) *most = bits_float(uint32_t(largest));
 }
 
 template <class T>
@@ -206,11 +207,14 @@ void quantize(const float* x, int64_t n, int bits, int64_t bucket, int norm, uin
              [&](int64_t begin, int64_t end) { quantize_levels(quantizer, begin, end, codes + begin); });
 }
 
-void quantize_packed(const void* x, int dtype, int64_t rows, int64_t n, int bits, int64_t bucket, int norm,
-                     const uint64_t* keys, const int64_t* replays, int64_t stride, uint8_t* packed, float* norms,
-                     int threads) {
-  typed(x, dtype,
-        [&](auto* of) { pack(of, rows, n, bits, bucket, norm, keys, replays, stride, packed, norms, threads); });
+void quantize_packed(const QuantizeSource* table, int64_t count, int dtype, int bits, int64_t bucket, int norm,
+                     const int64_t* replays, float* most, int threads) {
+  const auto size = [&](int64_t i) { return table[i].n; };
+  parallel_pieces(count, threads, size, [&](int64_t i, int threads_of_one) {
+    float* const own = most ? most + i : nullptr;
+    typed(table[i].x, dtype,
+          [&](auto* x) { pack(x, table[i], bits, bucket, Norm(norm), replays, own, threads_of_one); });
+  });
 }
 
 void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,

@@ -1,9 +1,9 @@
 #include "cuda/block_float.cuh"
 
+#include <algorithm>
 #include <type_traits>
 
 #include "cuda/block/launch.h"
-#include "cuda/block/rows.h"
 #include "cuda/ops.h"
 
 namespace gradzip::cuda {
@@ -13,12 +13,15 @@ template <class T>
 void encode(const T* x, const float* residual, int64_t rows, int64_t n, int64_t blocks, int bits, int64_t block,
             const uint64_t* keys, const int64_t* replays, float* error, uint8_t* payloads, cudaStream_t stream) {
   const auto once = kernel<block_float_encode_kernel<T, true>>, twice = kernel<block_float_encode_kernel<T, false>>;
-  for_rows(rows, keys, [&](int64_t row, unsigned count, const Keys& batch) {
-    launch(stream, grid_of(grid_for(ceil_div(blocks, kBlock / kLanes)), count), kBlock,
+  for (int64_t row = 0; row < rows; row += kKeysBatch) {
+    Keys batch{};
+    const int64_t count = std::min<int64_t>(rows - row, kKeysBatch);
+    if (keys) std::copy_n(keys + row, count, batch.of);
+    launch(stream, grid_of(grid_for(ceil_div(blocks, kBlock / kLanes)), unsigned(count)), kBlock,
            block <= kEight * kLanes ? once : twice, x + row * n, residual ? residual + row * n : nullptr, n, blocks,
            bits, block, keys != nullptr, batch, replays, error ? error + row * n : nullptr,
            reinterpret_cast<uint32_t*>(payloads + row * blocks * block_float_nbytes(bits, block)));
-  });
+  }
 }
 
 template <class T>

@@ -5,7 +5,6 @@
 #include "common/block_float.h"
 #include "common/philox.h"
 #include "cuda/block/quads.cuh"
-#include "cuda/block/rows.cuh"
 
 namespace gradzip::cuda {
 
@@ -35,6 +34,12 @@ GZ_DEVICE void store_eight(T* out, int64_t first, int64_t n, const float* value)
   store4(out, first, n, value);
   store4(out, first + 4, n, value + 4);
 }
+
+// Keys of the rows that a launch takes, one for each blockIdx.y: an argument of the launch.
+constexpr int kKeysBatch = 256;
+struct Keys {
+  uint64_t of[kKeysBatch];
+};
 
 // A warp encodes a block. kOnce: a block is at most 256 elements, so that each lane keeps its own between the search of
 // the largest magnitude and the rounding. A row for each blockIdx.y. error may be x: a thread reads what it writes before

@@ -153,9 +153,9 @@ __global__ void __launch_bounds__(kBlock, 3) elias_quantize_kernel(Quantizer<flo
   for (int64_t chunk = blockIdx.x; chunk * kEliasChunk < q.n; chunk += gridDim.x) {
     const int64_t first = chunk * kEliasChunk;
     const int count = int(q.n - first < kEliasChunk ? q.n - first : kEliasChunk);
-    quantize_tile<kNorms>(q, first, count, tile, [&](int i, const int32_t* level, const bool* negative) {
+    quantize_tile<kNorms>(q, first, count, tile, [&](int i, const float* value, const int32_t* level) {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) levels[i + k] = negative[k] ? -level[k] : level[k];
+      for (int k = 0; k < 4; ++k) levels[i + k] = float_bits(value[k]) >> 31 ? -level[k] : level[k];
     });
     __syncthreads();
     int32_t level[kPerThread];

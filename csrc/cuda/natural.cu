@@ -2,17 +2,24 @@
 
 #include "cuda/block/launch.h"
 #include "cuda/block/parts.h"
+#include "cuda/block/table.h"
 #include "cuda/ops.h"
 
 namespace gradzip::cuda {
 namespace {
 
+// Vectors of Ts.
 template <class T>
-void encode(const T* x, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed, float* most,
+void encode(const T*, const std::vector<NaturalSource>& table, const int64_t* replays, float* most,
             cudaStream_t stream) {
-  if (most) clear(most, sizeof *most, stream);
-  launch(stream, grid_of(grid_for(ceil_div(n, kNaturalTile))), kBlock, kernel<natural_encode_kernel<T>>, x, n, key,
-         replays, packed, reinterpret_cast<uint32_t*>(most));
+  int64_t longest = 0;
+  for (const NaturalSource& source : table) longest = std::max(longest, source.n);
+  if (most) clear(most, int64_t(table.size() * sizeof *most), stream);
+  for_each_batch<kNaturalSources>(table, [&](const auto& batch, unsigned some) {
+    launch(stream, grid_of(grid_for_each(some, ceil_div(longest, kNaturalTile)), some), kBlock,
+           kernel<natural_encode_kernel<T>>, batch, replays, reinterpret_cast<uint32_t*>(most));
+    if (most) most += some;
+  });
 }
 
 template <class T>
@@ -29,9 +36,10 @@ void decode_sum(const uint8_t* const* payloads, int64_t count, int64_t parts, in
 
 }  // namespace
 
-void natural_encode(const void* x, int dtype, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed,
-                    float* most, cudaStream_t stream) {
-  typed(x, dtype, [&](auto* of) { encode(of, n, key, replays, packed, most, stream); });
+void natural_encode(const NaturalSource* table, int64_t count, int dtype, const int64_t* replays, float* most,
+                    cudaStream_t stream) {
+  const void* const any = nullptr;
+  typed(any, dtype, [&](auto* of) { encode(of, {table, table + count}, replays, most, stream); });
 }
 
 void natural_decode_sum(const uint8_t* const* payloads, int64_t count, int64_t parts, int64_t n, float weight, bool add,

@@ -6,22 +6,33 @@
 #include "common/philox.h"
 #include "cuda/block/bit_stream.cuh"
 #include "cuda/block/quads.cuh"
+#include "cuda/block/table.cuh"
 
 namespace gradzip::cuda {
 
 constexpr int kNaturalTile = 16 * kBlock;  // elements that a block packs at a time
+constexpr int kNaturalSources = 124;  // vectors whose table fits the 4 KB of kernel arguments
 
-// Codes go to shared memory two to a word, and from there to the stream. Unless it is null, *most, 0 at launch, becomes
-// the bits of max |x|, which order as magnitudes do, with every NaN above infinity.
+// Blocks that run on a multiprocessor at a time. One of compute capability 7.5 takes 1024 threads.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kNaturalBlocks = 4;
+#else
+constexpr int kNaturalBlocks = 6;
+#endif
+
+// Codes go to shared memory two to a word, and from there to the stream. Unless it is null, `most`, zeros at launch, gets
+// the bits of max |x| of each vector, which order as magnitudes do, with every NaN above infinity.
 template <class T>
-__global__ void __launch_bounds__(kBlock)
-    natural_encode_kernel(const T* x, int64_t n, uint64_t key, const int64_t* replays, uint8_t* packed,
-                          uint32_t* most) {
+__global__ void __launch_bounds__(kBlock, kNaturalBlocks)
+    natural_encode_kernel(Batch<NaturalSource, kNaturalSources> batch, const int64_t* replays, uint32_t* most) {
+  const NaturalSource& source = batch.of[blockIdx.y];
+  const T* x = static_cast<const T*>(source.x);
+  const int64_t n = source.n;
+  const uint64_t key = replay_key(source.key, replays);
   constexpr int kQuads = kNaturalTile / (4 * kBlock);
   __shared__ uint32_t words[kNaturalTile / 2];
   const CodeWidth width(2 * kNaturalBits);
   const int mine = 4 * int(threadIdx.x);
-  key = replay_key(key, replays);
   uint32_t largest = 0;
   for (int64_t first = int64_t(blockIdx.x) * kNaturalTile; first < n; first += int64_t(gridDim.x) * kNaturalTile) {
     const int count = int(n - first < kNaturalTile ? n - first : kNaturalTile);
@@ -42,11 +53,11 @@ __global__ void __launch_bounds__(kBlock)
       words[i / 2 + 1] = code[2] | code[3] << kNaturalBits;
     }
     __syncthreads();
-    pack_bytes(words, (count + 1) / 2, width, (count * kNaturalBits + 7) / 8, packed + first / 8 * kNaturalBits);
+    pack_bytes(words, (count + 1) / 2, width, (count * kNaturalBits + 7) / 8, source.packed + first / 8 * kNaturalBits);
     __syncthreads();
   }
   largest = warp_max(largest);
-  if (most && lane() == 0 && largest > 0) atomicMax(most, largest);
+  if (most && lane() == 0 && largest > 0) atomicMax(most + blockIdx.y, largest);
 }
 
 constexpr int kNaturalBatch = 480;  // payloads whose table fits the 4 KB of kernel arguments

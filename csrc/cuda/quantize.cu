@@ -4,7 +4,7 @@
 
 #include "cuda/block/launch.h"
 #include "cuda/block/parts.h"
-#include "cuda/block/rows.h"
+#include "cuda/block/table.h"
 #include "cuda/ops.h"
 
 namespace gradzip::cuda {
@@ -17,23 +17,17 @@ int tile_of_buckets(int64_t bucket) {
   return int(kMostTile / together * together);
 }
 
+// Vectors of Ts.
 template <class T>
-int64_t pack(void* workspace, const T* x, int64_t rows, int64_t n, int bits, int64_t bucket, int norm,
-             const uint64_t* keys, const int64_t* replays, int64_t stride, uint8_t* packed, float* norms,
-             cudaStream_t stream) {
+void pack(const T*, const std::vector<QuantizeSource>& table, int64_t longest, int bits, int64_t bucket, int norm,
+          const int64_t* replays, float* most, cudaStream_t stream) {
   const int whole = tile_of_buckets(bucket), tile = whole ? whole : kMostTile;
-  for (int64_t row = 0; !whole && row < rows; ++row) {
-    const int64_t nbytes =
-        bucket_norms(workspace, x + row * n, dtype_of(x), n, bucket, norm, norms + row * stride / 4, stream);
-    if (!workspace) return nbytes;
-  }
-  for_rows(rows, keys, [&](int64_t row, unsigned count, const Keys& batch) {
-    const Quantizer<T> q{x + row * n, n, bucket, bits, Norm(norm), 0, norms + row * stride / 4};
-    launch(stream, grid_of(grid_for(ceil_div(n, tile)), count), kBlock,
-           whole ? kernel<quantize_packed_kernel<T, true>> : kernel<quantize_packed_kernel<T, false>>, q, batch,
-           replays, stride, tile, packed + row * stride);
+  for_each_batch<kQuantizeBatch>(table, [&](const auto& batch, unsigned some) {
+    launch(stream, grid_of(grid_for_each(some, ceil_div(longest, tile)), some), kBlock,
+           whole ? kernel<quantize_packed_kernel<T, true>> : kernel<quantize_packed_kernel<T, false>>, batch, bits,
+           bucket, Norm(norm), replays, tile, reinterpret_cast<uint32_t*>(most));
+    if (most) most += some;
   });
-  return 0;
 }
 
 template <class T>
@@ -64,12 +58,20 @@ int64_t quantize(void* workspace, const float* x, int64_t n, int bits, int64_t b
   return 0;
 }
 
-int64_t quantize_packed(void* workspace, const void* x, int dtype, int64_t rows, int64_t n, int bits, int64_t bucket,
-                        int norm, const uint64_t* keys, const int64_t* replays, int64_t stride, uint8_t* packed,
-                        float* norms, cudaStream_t stream) {
-  return typed(x, dtype, [&](auto* of) {
-    return pack(workspace, of, rows, n, bits, bucket, norm, keys, replays, stride, packed, norms, stream);
-  });
+int64_t quantize_packed(void* workspace, const QuantizeSource* table, int64_t count, int dtype, int bits,
+                        int64_t bucket, int norm, const int64_t* replays, float* most, cudaStream_t stream) {
+  const std::vector<QuantizeSource> sources(table, table + count);
+  int64_t longest = 0, nbytes = 0;
+  for (const auto& [x, n, key, packed, norms] : sources) {
+    longest = std::max(longest, n);
+    if (!tile_of_buckets(bucket))
+      nbytes = std::max(nbytes, bucket_norms(workspace, x, dtype, n, bucket, norm, norms, stream));
+  }
+  if (nbytes) return nbytes;
+  if (most) clear(most, count * int64_t(sizeof *most), stream);
+  const void* const any = nullptr;
+  typed(any, dtype, [&](auto* of) { pack(of, sources, longest, bits, bucket, norm, replays, most, stream); });
+  return 0;
 }
 
 void quantize_decode(const int32_t* codes, const float* norms, int64_t n, int bits, int64_t bucket, float* x,

@@ -4,7 +4,7 @@
 #include "common/parts.h"
 #include "cuda/block/bit_stream.cuh"
 #include "cuda/block/quantize_tile.cuh"
-#include "cuda/block/rows.cuh"
+#include "cuda/block/table.cuh"
 
 namespace gradzip::cuda {
 
@@ -13,33 +13,40 @@ __global__ void __launch_bounds__(kBlock, 4) quantize_kernel(Quantizer<float> q,
   alignas(16) __shared__ float tile[kNorms ? kMostTile : 4];
   for (int64_t first = int64_t(blockIdx.x) * tile_size; first < q.n; first += int64_t(gridDim.x) * tile_size) {
     const int count = int(q.n - first < tile_size ? q.n - first : tile_size);
-    quantize_tile<kNorms>(q, first, count, tile, [&](int i, const int32_t* level, const bool* negative) {
+    quantize_tile<kNorms>(q, first, count, tile, [&](int i, const float* value, const int32_t* level) {
       int32_t code[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) code[k] = negative[k] ? -level[k] : level[k];
+      for (int k = 0; k < 4; ++k) code[k] = float_bits(value[k]) >> 31 ? -level[k] : level[k];
       store4(codes + first, i, count, code);
     });
     if (kNorms) __syncthreads();
   }
 }
 
-// Codes go to shared memory four (bits <= 8) or two to a word, and from there to the stream. `q` has the first row.
+constexpr int kQuantizeBatch = 99;  // vectors whose table fits the 4 KB of kernel arguments
+
+// Codes go to shared memory four (bits <= 8) or two to a word, and from there to the stream. Unless it is null, `most`,
+// zeros at launch, gets the bits of max |x| of each vector, which order as magnitudes do, with every NaN above infinity.
 template <class T, bool kNorms>
-__global__ void __launch_bounds__(kBlock, 4) quantize_packed_kernel(Quantizer<T> q, Keys keys, const int64_t* replays,
-                                                                    int64_t stride, int tile_size, uint8_t* packed) {
-  q.x += blockIdx.y * q.n;
-  q.key = replay_key(keys.of[blockIdx.y], replays);
-  q.norms += blockIdx.y * stride / 4;
-  packed += blockIdx.y * stride;
+__global__ void __launch_bounds__(kBlock, 4)
+    quantize_packed_kernel(Batch<QuantizeSource, kQuantizeBatch> batch, int bits, int64_t bucket, Norm norm,
+                           const int64_t* replays, int tile_size, uint32_t* most) {
+  const QuantizeSource& source = batch.of[blockIdx.y];
+  const T* const x = static_cast<const T*>(source.x);
+  const Quantizer<T> q{x, source.n, bucket, bits, norm, replay_key(source.key, replays), source.norms};
   alignas(16) __shared__ float tile[kMostTile];
   uint32_t* words = reinterpret_cast<uint32_t*>(tile);
-  const int bits = q.bits, together = bits <= 8 ? 4 : 2;
+  const int together = bits <= 8 ? 4 : 2;
+  uint32_t largest = 0;
   for (int64_t first = int64_t(blockIdx.x) * tile_size; first < q.n; first += int64_t(gridDim.x) * tile_size) {
     const int count = int(q.n - first < tile_size ? q.n - first : tile_size);
-    quantize_tile<kNorms>(q, first, count, tile, [&](int i, const int32_t* level, const bool* negative) {
+    quantize_tile<kNorms>(q, first, count, tile, [&](int i, const float* value, const int32_t* level) {
       uint32_t code[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) code[k] = level_code(level[k], negative[k], bits);
+      for (int k = 0; k < 4; ++k) {
+        code[k] = level_code(level[k], float_bits(value[k]) >> 31, bits);
+        largest = largest > magnitude(value[k]) ? largest : magnitude(value[k]);
+      }
       const uint32_t low = code[0] | code[1] << bits, high = code[2] | code[3] << bits;
       if (together == 4) {
         words[i / 4] = low | high << (2 * bits);
@@ -50,9 +57,11 @@ __global__ void __launch_bounds__(kBlock, 4) quantize_packed_kernel(Quantizer<T>
     });
     __syncthreads();
     pack_bytes(words, (count + together - 1) / together, CodeWidth(together * bits), (count * bits + 7) / 8,
-               packed + first / 8 * bits);
+               source.packed + first / 8 * bits);
     __syncthreads();
   }
+  largest = warp_max(largest);
+  if (most && lane() == 0 && largest > 0) atomicMax(most + blockIdx.y, largest);
 }
 
 __global__ void __launch_bounds__(kBlock) quantize_decode_kernel(const int32_t* codes, const float* norms, int64_t n,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -345,10 +344,10 @@ class _QSGD(_Codec):
 
     def encode_all(self, shards: Tensor, keys: list[Key], payloads: Tensor, **feedback: Tensor | None) -> None:
         method, bits = self.method, [key.bits for key in keys]
-        _, norms = ops.quantize_packed_all(shards, method.bits, method.bucket, method.norm, bits, payloads)
+        most = torch.empty(len(shards), dtype=torch.float32, device=shards.device)
+        _, norms = ops.quantize_packed_all(shards, method.bits, method.bucket, method.norm, bits, payloads, most)
         payloads[:, self._ends(shards.shape[1])[1] :].zero_()
-        largest = torch.linalg.vector_norm(shards, math.inf, dim=1, dtype=torch.float32)
-        norms.add_(largest[:, None] * 0.0)  # NaN if an element is not finite, which levels do not show
+        norms.add_(most[:, None] * 0.0)  # NaN if an element is not finite, which levels do not show
 
     def decode_sum(self, payloads: list[Tensor], out: Tensor, weight: float) -> None:
         norms_end, end = self._ends(out.numel())

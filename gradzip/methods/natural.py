@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
+import numpy as np
 from torch import Tensor
 
 from ..memory.state import Key
@@ -47,18 +49,13 @@ class Natural(GatherCompressor):
     reads_half = writes_half = sums_parts = True
 
     def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
-        seals = list(map(self._unsealed, map(itemgetter(0), lists), keys))
-        return ops.seal_payloads(seals, method=self.number, digest=self.digest)
-
-    def _unsealed(self, grad: Tensor, key: Key) -> ops.Seal:
-        """The payload of a vector, to be sealed."""
-        numel = grad.numel()
-        payload = ops.new_payload(ops.natural_nbytes(numel), grad.device)
-        body = payload[ops.HEADER_NBYTES :][: ops.natural_nbytes(numel)]
-        _, largest = ops.natural_encode(grad, key.bits, out=body)
-        if ops.known_non_finite(largest):
-            payload = ops.new_payload(0, grad.device)
-        return ops.Seal(payload, numel, magnitudes=largest)
+        vectors = list(map(itemgetter(0), lists))
+        numels = list(map(Tensor.numel, vectors))
+        payloads = ops.new_payloads(list(map(ops.natural_nbytes, numels)), vectors[0].device)
+        begin = groups.addresses(payloads) + np.uint64(ops.HEADER_NBYTES)
+        most = groups.natural_encode(vectors, list(map(attrgetter("bits"), keys)), begin)
+        magnitudes = most.split_with_sizes([1] * len(vectors))
+        return self.seal_vectors(payloads, numels, itertools.repeat(bytes(16)), magnitudes)
 
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
         for coded in sums:

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,38 +79,40 @@ class QSGD(GatherCompressor):
 
     def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
         vectors = list(map(itemgetter(0), lists))
-        seals = list(map(self._unsealed, vectors, keys, groups.abs_max(vectors)))
-        return ops.seal_payloads(seals, method=self.number, digest=self.digest)
+        numels = list(map(Tensor.numel, vectors))
+        if self.coding == "always_elias" or (self.coding == "elias" and not vectors[0].is_cuda):
+            coded, fields = zip(*map(self._elias, vectors, keys))
+            return self.seal_vectors(coded, numels, fields, groups.abs_max(vectors))
+        norms_ends, nbytes = self._ends(groups.numels(vectors))
+        payloads = ops.new_payloads((norms_ends + nbytes).tolist(), vectors[0].device)
+        norms = groups.addresses(payloads) + np.uint64(ops.HEADER_NBYTES)
+        packed, own_keys = norms + norms_ends.astype(np.uint64), list(map(attrgetter("bits"), keys))
+        most = torch.empty(len(vectors), dtype=torch.float32, device=vectors[0].device)
+        groups.quantize_packed(vectors, self.bits, self.bucket, self.norm, own_keys, packed, norms, most)
+        magnitudes = most.split_with_sizes([1] * len(vectors))
+        return self.seal_vectors(payloads, numels, map(_STREAM.pack, nbytes, itertools.repeat(False)), magnitudes)
 
-    def _unsealed(self, grad: Tensor, key: Key, magnitude: Tensor) -> ops.Seal:
-        """The payload of a vector, whose largest magnitude is given, to be sealed."""
-        numel = grad.numel()
-        if ops.known_non_finite(magnitude):
-            return ops.Seal(ops.new_payload(0, grad.device), numel, magnitudes=magnitude)
-        arguments = (self.bits, self.bucket, self.norm, key.bits)
-        norms_end, nbytes = self._ends(numel)
-        stream = None
-        if self.coding == "always_elias" or (self.coding == "elias" and not grad.is_cuda):
-            space = self.workspace.empty("stream", (ops.elias_capacity(numel, self.bits),), torch.uint8, grad.device)
-            stream, norms = ops.elias_quantize(grad.float(), *arguments, out=space)
-            stream = stream if stream.numel() <= nbytes else None
-        nbytes = nbytes if stream is None else stream.numel()
+    def _elias(self, grad: Tensor, key: Key) -> tuple[Tensor, bytes]:
+        """The payload of a vector, Elias-coded unless packed levels are shorter, to be sealed; and its fields."""
+        numel, arguments = grad.numel(), (self.bits, self.bucket, self.norm, key.bits)
+        norms_end, packed_nbytes = self._ends(numel)
+        space = self.workspace.empty("stream", (ops.elias_capacity(numel, self.bits),), torch.uint8, grad.device)
+        stream, norms = ops.elias_quantize(grad.float(), *arguments, out=space)
+        nbytes = min(stream.numel(), packed_nbytes)
         payload = ops.new_payload(norms_end + nbytes, grad.device)
-        body = payload[ops.HEADER_NBYTES :]
-        if stream is None:
-            packed = body[norms_end : norms_end + nbytes]
-            ops.quantize_packed(grad, *arguments, out=packed, norms=body[:norms_end].view(torch.float32))
+        own_norms, levels, _ = payload[ops.HEADER_NBYTES :].tensor_split((norms_end, norms_end + nbytes))
+        if stream.numel() > nbytes:
+            ops.quantize_packed(grad, *arguments, out=levels, norms=own_norms.view(torch.float32))
         else:
-            body[:norms_end] = norms.view(torch.uint8)
-            body[norms_end : norms_end + nbytes] = stream
-        fields = _STREAM.pack(nbytes, stream is not None)
-        return ops.Seal(payload, numel, fields, magnitudes=magnitude)
+            own_norms.copy_(norms.view(torch.uint8))
+            levels.copy_(stream)
+        return payload, _STREAM.pack(nbytes, stream.numel() == nbytes)
 
     def fields_of(self, shapes: Sequence[torch.Size], key: Key) -> bytes:
         return _STREAM.pack(self._ends(sum(map(math.prod, shapes)))[1], False)
 
-    def _ends(self, numel: int) -> tuple[int, int]:
-        """Bytes of the norms of `numel` elements, and of their packed levels."""
+    def _ends(self, numel: Any) -> tuple[Any, Any]:
+        """Bytes of the norms of so many elements, and of their packed levels. numel: a number, or an array of them."""
         return 4 * ops.num_buckets(numel, self.bucket), ops.packed_nbytes(numel, self.bits)
 
     def sum_all(self, sums: Sequence[CodedSum]) -> None:

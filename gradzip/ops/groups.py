@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import _native, replays
 from .abs_max import abs_max_tensor
+from .bucket_norms import NORMS
 from .range_float import WORDS, RangeFloat
 from .restore import pattern_of
 
@@ -478,7 +479,19 @@ def transform_decode(parts: np.ndarray, code: int, outs: Sequence[Tensor], weigh
     return 0
 
 
-# --- quantized vectors of several ranks, at the addresses of their packed levels
+# --- quantized vectors, and those of several ranks, at the addresses of their packed levels
+
+
+def quantize_packed(
+    xs: Sequence[Tensor], bits: int, bucket: int, norm: str, keys: Sequence[int], packed: np.ndarray,
+    norms: np.ndarray, most: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`ops.quantize_packed` of vectors of one type, to the addresses `packed` and `norms`. Writes max |x| to `most`."""
+    lengths, where = numels(xs), xs[0]
+    table = np.empty((len(xs), 5), np.uint64)  # struct QuantizeSource of csrc/common/quantize.h
+    table[:, 0], table[:, 1], table[:, 2], table[:, 3], table[:, 4] = addresses(xs), lengths, keys, packed, norms
+    arguments = (_native.FLOATS.index(where.dtype), bits, min(bucket, max(1, *lengths.tolist())), NORMS[norm])
+    _run_table("quantize_packed", where, [table], *arguments, replays.address(where), _native.address(most))
 
 
 def quantize_decode_sum(
@@ -507,6 +520,16 @@ def elias_decode_sum(
     rows, n = table.__array_interface__["data"][0], out.numel()
     arguments = (rows, len(table), n, bits, min(bucket, max(1, n)), weight, add, out.data_ptr())
     return _native.run_failed("elias_decode_sum", out, *arguments)
+
+
+def natural_encode(xs: Sequence[Tensor], keys: Sequence[int], outs: np.ndarray) -> Tensor:
+    """`ops.natural_encode` of vectors of one type, to the addresses `outs`. Returns max |x| of each."""
+    table = np.empty((len(xs), 4), np.uint64)  # struct NaturalSource of csrc/common/natural.h
+    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = addresses(xs), numels(xs), keys, outs
+    most = torch.empty(len(xs), dtype=torch.float32, device=xs[0].device)
+    dtype = _native.FLOATS.index(xs[0].dtype)
+    _run_table("natural_encode", most, [table], dtype, replays.address(most), most.data_ptr())
+    return most
 
 
 def natural_decode_sum(payloads: np.ndarray, out: Tensor, weight: float, add: bool, parts: int = 1) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _native, groups, replays
+from . import _native, groups
 from .errors import PayloadError
 from .pack_bits import packed_nbytes
 
@@ -41,10 +41,7 @@ def natural_encode(x: Tensor, key: int = 0, out: Tensor | None = None) -> tuple[
     key = _native.check_key(key, "natural_encode")
     x = _native.check(x, _native.FLOATS, "natural_encode: x")
     out = _native.output(out, natural_nbytes(x.numel()), torch.uint8, x.device, "natural_encode: out")
-    most = torch.empty(1, dtype=torch.float32, device=x.device)
-    arguments = (*_native.floats(x), x.numel(), key, replays.address(x))
-    _native.run("natural_encode", x, *arguments, out.data_ptr(), most.data_ptr())
-    return out, most
+    return out, groups.natural_encode([x], [key], groups.addresses([out]))
 
 
 def natural_decode_sum(payloads: Sequence[Tensor], out: Tensor, weight: float = 1.0, add: bool = False) -> None:

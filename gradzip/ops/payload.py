@@ -104,15 +104,19 @@ def new_payload(section_nbytes: int, device: torch.device | None = None) -> Tens
 
 
 def new_payloads(
-    section_nbytes: Sequence[int], device: torch.device | None = None, streams: bool = False
+    section_nbytes: Sequence[int], device: torch.device | None = None, *, streams: bool = False, gaps: bool = False
 ) -> list[Tensor]:
-    """Return a buffer as from `new_payload` for each, adjacent in memory.
+    """Return a buffer as from `new_payload` for each. They begin as far apart in memory as the longest one is long, and
+    zeros follow the others.
 
-    streams: their last sections are streams (`Seal`), behind which `seal_payloads` writes the padding.
+    streams: their last sections are streams (`Seal`), behind which `seal_payloads` writes the padding. gaps: there is
+    padding between sections, too; all bytes are zeros.
     """
     sizes = [-(-(HEADER_NBYTES + nbytes) // PAYLOAD_ALIGN) * PAYLOAD_ALIGN for nbytes in section_nbytes]
-    made = torch.empty if streams else torch.zeros
-    return list(made(sum(sizes), dtype=torch.uint8, device=device).split_with_sizes(sizes))
+    rows = torch.empty(len(sizes), max(sizes), dtype=torch.uint8, device=device)
+    begin = 0 if gaps else min(sizes) if streams else HEADER_NBYTES + min(section_nbytes)
+    rows.narrow(1, begin, rows.shape[1] - begin).zero_()
+    return list(map(Tensor.__getitem__, rows.unbind(), map(slice, sizes)))
 
 
 class Seal(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,21 +109,22 @@ def quantize_packed(
     what = "quantize_packed"
     x, norms, (n, *arguments, key) = quantizer_arguments(x, bits, bucket, norm, key, norms, what, _native.FLOATS)
     out = _native.output(out, packed_nbytes(n, bits), torch.uint8, x.device, f"{what}: out")
-    keys = array("Q", [key])
-    results = (replays.address(x), 0, out.data_ptr(), norms.data_ptr())
-    _native.run(what, x, *_native.floats(x), 1, n, *arguments, keys.buffer_info()[0], *results)
+    address, dtype = _native.floats(x)
+    source = array("Q", (address, n, key, out.data_ptr(), norms.data_ptr()))  # struct QuantizeSource
+    _native.run(what, x, source.buffer_info()[0], 1, dtype, *arguments, replays.address(x), 0)
     return out, norms
 
 
 def quantize_packed_all(
-    x: Tensor, bits: int, bucket: int, norm: str, keys: Sequence[int], payloads: Tensor
+    x: Tensor, bits: int, bucket: int, norm: str, keys: Sequence[int], payloads: Tensor, most: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`quantize_packed` for each row of a matrix, in one call, into payloads that hold both results.
 
     x: (rows, n), float32, float16 or bfloat16; keys: of each row; payloads: (rows, size), uint8, in place. A payload
     has its norms first, then the packed levels: its size is a multiple of 4, and at least that of both. What follows
-    them is unchanged. Returns (packed, norms), views of the payloads: (rows, ceil(n * bits / 8)), uint8, and (rows,
-    ceil(n / bucket)), float32. Deterministic. Does not wait for the device.
+    them is unchanged. most: (rows,), float32, in place: gets max \\|x\\| of each row, as by `abs_max_tensor`. Returns
+    (packed, norms), views of the payloads: (rows, ceil(n * bits / 8)), uint8, and (rows, ceil(n / bucket)), float32.
+    Deterministic. Does not wait for the device.
 
     >>> payloads = torch.empty(2, 8, dtype=torch.uint8)
     >>> packed, norms = quantize_packed_all(torch.tensor([[3.0, 0.0], [0.0, -4.0]]), 4, 512, "max", [1, 2], payloads)
@@ -143,9 +145,11 @@ def quantize_packed_all(
             f"least {end}, for rows of {n} elements of {bits} bits in buckets of {bucket}"
         )
     _native.in_place(payloads, torch.uint8, f"{what}: payloads", device=x.device)
-    arguments = (*_native.floats(x), rows, n, bits, min(bucket, max(1, n)), NORMS[norm], row_keys.buffer_info()[0])
-    address = payloads.data_ptr()
-    _native.run("quantize_packed", x, *arguments, replays.address(x), size, address + norms_end, address)
+    if most is not None:
+        _native.in_place(most, torch.float32, f"{what}: most", rows, x.device)
+    if rows:
+        begin = groups.addresses(payloads.unbind())
+        groups.quantize_packed(x.unbind(), bits, bucket, norm, row_keys, begin + np.uint64(norms_end), begin, most)
     words = payloads.view(-1).view(torch.float32).view(rows, size // 4)
     return payloads[:, norms_end:end], words[:, : norms_end // 4]
 

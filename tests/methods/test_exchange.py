@@ -1,5 +1,6 @@
 """The exchanges of payloads: gather, scatter_reduce and auto."""
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -132,6 +133,27 @@ def test_a_vector_in_parts_is_decoded_as_its_parts(method):
         with pytest.raises(gradzip.PayloadError) as refused:
             method.sum_all([CodedSum([together], opened, 0.3, add=True, parts=size)])
         assert refused.value.index == size - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "method",
+    [gradzip.Natural(), gradzip.QSGD(coding="packed", bucket=99), gradzip.QSGD()],
+    ids=["natural", "qsgd", "elias"],
+)
+def test_vectors_are_encoded_as_each_alone(method, dtype):
+    """Also 16-bit, short and empty ones; that of one which is not finite is a header, and the others are whole."""
+    x = torch.randn(1000).to(dtype)
+    x[400] = math.nan
+    for cut in (x.tensor_split(3), x[:5].tensor_split(7), [x[:0]], [x[400:401]]):
+        keys = [Key(0, 0, "w", i) for i in range(len(cut))]
+        together = method.encode_lists([[part] for part in cut], keys)
+        for part, key, payload in zip(cut, keys, together, strict=True):
+            assert torch.equal(payload, method.encode(part, key))
+            (opened,) = method.open_all([payload], [part.numel()], 1)
+            finite = bool(part.isfinite().all())
+            assert opened.flags == (0 if finite else ops.NON_FINITE)
+            assert (opened.body.numel() == 0) == (not finite or part.numel() == 0)
 
 
 def test_bytes_sent_are_all_shards_and_the_average_of_one():

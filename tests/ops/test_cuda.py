@@ -709,7 +709,7 @@ def test_tables(on_device):
         ops.one_bit_decode_add_all([ops.WeightedSum(out, [((p, m), 0.3)]) for out, p, m in zip(starts, signs, means)])
         ops.ternary_packed_all([(x, scale, scale, i, p) for i, (x, p) in enumerate(zip(xs, trits))])
         ops.ternary_decode_add_all([ops.WeightedSum(out, [((p, scale), 0.3)] * 2) for out, p in zip(starts, trits)])
-        payloads = ops.new_payloads(sizes, xs[0].device)
+        payloads = ops.new_payloads(sizes, xs[0].device, gaps=True)
         ops.seal_payloads([ops.Seal(p, 3, magnitudes=m) for p, m in zip(payloads, statistics)], method=1, digest=2)
         parts = [*statistics, *largest, *ops.abs_max_all(list(xs))]
         counted = [torch.cat([winner, against.to(torch.uint8)]) for winner, against in votes]

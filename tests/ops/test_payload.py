@@ -370,11 +370,12 @@ def test_several_payloads_are_sealed_as_each_alone():
             for i, (p, m) in enumerate(zip(payloads, numbers))
         ]
 
-    together = ops.new_payloads(sections)
+    together = ops.new_payloads(sections, gaps=True)
     alone = [ops.new_payload(nbytes) for nbytes in sections]
     sealed = ops.seal_payloads(seals(together), **own)
-    assert [p.data_ptr() for p in sealed] == [p.data_ptr() for p in together]  # in place, one after the other
-    assert all(b.data_ptr() - a.data_ptr() == a.numel() for a, b in itertools.pairwise(together))
+    assert [p.data_ptr() for p in sealed] == [p.data_ptr() for p in together]  # in place
+    longest = max(map(torch.Tensor.numel, together))
+    assert all(b.data_ptr() - a.data_ptr() == longest for a, b in itertools.pairwise(together))
     for i, (one, got) in enumerate(zip(seals(alone), sealed)):
         one.payload[ops.HEADER_NBYTES :][: sections[i]] = 0
         assert torch.equal(ops.seal_payloads([one], **own)[0], got)
@@ -383,6 +384,18 @@ def test_several_payloads_are_sealed_as_each_alone():
     assert ops.seal_payloads([], **own) == []
     with pytest.raises(ValueError, match="got a tensor on meta"):
         ops.seal_payloads([*seals(alone)[:1], seals(alone)[1]._replace(payload=alone[1].to("meta"))], **own)
+
+
+@pytest.mark.parametrize("options", [{}, {"gaps": True}, {"streams": True}])
+def test_what_follows_the_sections_of_payloads_is_zero(options, monkeypatch):
+    monkeypatch.setattr(torch, "empty", lambda *shape, **of_empty: torch.full(shape, 255, **of_empty))
+    sections = [34, 5, 33, 48, 16, 0]
+    payloads = ops.new_payloads(sections, **options)
+    rows = payloads[0].as_strided((len(sections), 96), (96, 1))  # all of their memory
+    for nbytes, payload, row in zip(sections, payloads, rows, strict=True):
+        end = ops.HEADER_NBYTES + nbytes
+        assert payload.data_ptr() == row.data_ptr() and payload.numel() == -(-end // 16) * 16
+        assert not row[0 if "gaps" in options else payload.numel() if "streams" in options else end :].any()
 
 
 # --- verified on the device

@@ -7,6 +7,7 @@ from hypothesis import given
 import philox
 from gradzip.ops import (
     PayloadError,
+    abs_max_tensor,
     dequantize,
     packed_nbytes,
     quantize,
@@ -118,14 +119,17 @@ def test_rows(bits, bucket):
 
         def run(x=x, keys=keys, out=out, size=size):
             payloads = out.out.view(torch.uint8).view(len(keys), size).fill_(9)
-            packed, norms = quantize_packed_all(x, bits, bucket, "l2", keys, payloads)
-            return packed.contiguous(), norms.contiguous(), payloads[:, norms.shape[1] * 4 + packed.shape[1] :].clone()
+            most = torch.ones(len(keys))
+            packed, norms = quantize_packed_all(x, bits, bucket, "l2", keys, payloads, most)
+            rest = payloads[:, norms.shape[1] * 4 + packed.shape[1] :].clone()
+            return packed.contiguous(), norms.contiguous(), rest, most
 
-        packed, norms, rest = same_everywhere(run)
+        packed, norms, rest, most = same_everywhere(run)
         assert out.intact() and (rest == 9).all()
         for row, key in enumerate(keys):
             one, own_norms = quantize_packed(x[row], bits, bucket, "l2", key)
             assert torch.equal(packed[row], one) and torch.equal(norms[row], own_norms)
+            assert torch.equal(most[row : row + 1], abs_max_tensor(x[row]))
 
 
 def test_sums_of_invalid_terms_are_refused():

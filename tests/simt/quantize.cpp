@@ -12,7 +12,6 @@ static const int64_t kBuckets[] = {1, 3, 16, 100, 512, 520, 1001, 4096, 5000, 40
 
 static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t bucket, int norm) {
   bucket = std::min(bucket, std::max<int64_t>(1, n));
-  const uint64_t key = 7;
   const int64_t* const replays = simt::replays_for(n);
   const std::string what =
       "bits = " + std::to_string(bits) + ", bucket = " + std::to_string(bucket) + ", norm " + std::to_string(norm);
@@ -22,7 +21,8 @@ static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t buck
   const simt::Buffer<float> expected_norms(buckets), expected_values(n),
       expected_sum(simt::data(simt::Kind::normal, n)), expected_three(n);
   cpu::quantize(x, n, bits, bucket, norm, 7, expected_codes, expected_norms, 1);
-  cpu::quantize_packed(x, 0, 1, n, bits, bucket, norm, &key, replays, 0, expected, expected_norms, 1);
+  const QuantizeSource on_cpu{x, n, 7, expected, expected_norms};
+  cpu::quantize_packed(&on_cpu, 1, 0, bits, bucket, norm, replays, nullptr, 1);
   int32_t refused = 0;
   cpu::quantize_decode(expected_codes, expected_norms, n, bits, bucket, expected_values, &refused, 1);
   const QuantizedTerm term{expected, expected_norms}, three[] = {term, term, term};
@@ -37,7 +37,8 @@ static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t buck
     simt::expect_equal(codes.get(), expected_codes.get(), n, "quantize, " + what);
     const simt::Buffer<float> norms_too(buckets);
     const simt::Buffer<uint8_t> packed(nbytes, bits % 4);
-    simt::call(cuda::quantize_packed, x, 0, 1, n, bits, bucket, norm, &key, replays, 0, packed, norms_too);
+    const QuantizeSource source{x, n, 7, packed, norms_too};
+    simt::call(cuda::quantize_packed, &source, 1, 0, bits, bucket, norm, replays, nullptr);
     simt::expect_equal(norms_too.get(), expected_norms.get(), buckets, "quantize_packed: norms, " + what);
     simt::expect_equal(packed.get(), expected.get(), nbytes, "quantize_packed, " + what);
     const simt::Buffer<float> values(n), sum(simt::data(simt::Kind::normal, n), bits % 4), sum_of_three(n, bits % 3);
@@ -65,14 +66,17 @@ static void test(const simt::Buffer<float>& x, int64_t n, int bits, int64_t buck
 // 16-bit floats in and out.
 template <class T>
 static void test_half(int64_t n, int bits, int64_t bucket, int norm) {
-  const uint64_t key = 7;
   const int64_t nbytes = (n * bits + 7) / 8, buckets = (n + bucket - 1) / bucket;
   const simt::Buffer<T> x(simt::as<T>(simt::data(simt::Kind::wild, n)), n % 4), expected_sum(n), sum(n, n % 3);
   const simt::Buffer<float> expected_norms(buckets), norms(buckets);
   const simt::Buffer<uint8_t> expected(nbytes), packed(nbytes);
   const int dtype = dtype_of(x);
-  cpu::quantize_packed(x, dtype, 1, n, bits, bucket, norm, &key, nullptr, 0, expected, expected_norms, 1);
-  simt::call(cuda::quantize_packed, x.get(), dtype, 1, n, bits, bucket, norm, &key, nullptr, 0, packed, norms);
+  const QuantizeSource on_cpu{x, n, 7, expected, expected_norms}, source{x, n, 7, packed, norms};
+  const simt::Buffer<float> most(1);
+  float expected_most = 1.0f;
+  cpu::quantize_packed(&on_cpu, 1, dtype, bits, bucket, norm, nullptr, &expected_most, 1);
+  simt::call(cuda::quantize_packed, &source, 1, dtype, bits, bucket, norm, nullptr, most);
+  simt::expect_equal(*most.get(), expected_most, "quantize_packed of 16-bit floats: most");
   simt::expect_equal(packed.get(), expected.get(), nbytes, "quantize_packed of 16-bit floats");
   simt::expect_equal(norms.get(), expected_norms.get(), buckets, "quantize_packed of 16-bit floats: norms");
   const QuantizedTerm terms[] = {{packed, norms}, {packed, norms}};
@@ -83,23 +87,41 @@ static void test_half(int64_t n, int bits, int64_t bucket, int norm) {
   simt::expect_equal(failed, 0, "quantize_decode_sum to 16-bit floats: failed");
 }
 
-// Rows whose norms and levels are sections of a payload each; more than one launch takes.
-static void test_rows(int64_t rows, int64_t n, int bits, int64_t bucket) {
-  const int64_t norms_end = 4 * ((n + bucket - 1) / bucket), stride = (norms_end + (n * bits + 7) / 8 + 3) / 4 * 4;
-  const simt::Buffer<float> x(simt::data(simt::Kind::normal, rows * n), 1), expected(rows * stride / 4),
-      got(rows * stride / 4);
-  std::vector<uint64_t> keys;
-  for (int64_t row = 0; row < rows; ++row) {
-    keys.push_back(uint64_t(row) << 40 | 5u);
-    float* const norms = expected + row * stride / 4;
-    auto* const levels = reinterpret_cast<uint8_t*>(norms) + norms_end;
-    cpu::quantize_packed(x + row * n, 0, 1, n, bits, bucket, 0, &keys.back(), simt::replays_for(rows), 0, levels, norms,
-                         1);
+// Parts of a vector, of one length or two, whose norms and levels are sections of a payload each; then these parts with
+// others that are empty, or a few elements of the vector.
+template <class T>
+static void test_vectors(int64_t n, int64_t parts, int bits, int64_t bucket) {
+  const Parts of = parts_of(n, parts);
+  const simt::Buffer<T> x(simt::as<T>(simt::data(simt::Kind::wild, n)), 1);
+  const int64_t* const replays = simt::replays_for(parts);
+  std::vector<std::pair<int64_t, int64_t>> vectors;  // their first elements and lengths
+  for (int64_t part = 0; part < parts; ++part) {
+    vectors.push_back({of.begin(part), of.length(part)});
+    if (n % 2) vectors.push_back({of.begin(part) / 2, of.length(part) / (part % 3 + 1) * (part % 2)});
   }
-  auto* const levels = reinterpret_cast<uint8_t*>(got.get()) + norms_end;
-  simt::call(cuda::quantize_packed, x, 0, rows, n, bits, bucket, 0, keys.data(), simt::replays_for(rows), stride,
-             levels, got);
-  simt::expect_equal(got.get(), expected.get(), rows * stride / 4, "quantize_packed of rows");
+  const int64_t longest = of.length(0), count = int64_t(vectors.size());
+  const int64_t stride = ((longest + bucket - 1) / bucket * 4 + (longest * bits + 7) / 8 + 3) / 4;  // of floats
+  const simt::Buffer<float> expected(count * stride), on_cpu(count * stride), got(count * stride), expected_most(count),
+      most_on_cpu(count), most(count);
+  const auto sources = [&](const simt::Buffer<float>& to) {
+    std::vector<QuantizeSource> table;
+    for (const auto& [begin, length] : vectors) {
+      float* const norms = to + int64_t(table.size()) * stride;
+      auto* const levels = reinterpret_cast<uint8_t*>(norms + (length + bucket - 1) / bucket);
+      table.push_back({x + begin, length, uint64_t(table.size()) << 40 | 5u, levels, norms});
+    }
+    return table;
+  };
+  const int dtype = dtype_of(x);
+  const auto each = sources(expected), together = sources(on_cpu), on_device = sources(got);
+  for (int64_t i = 0; i < count; ++i)
+    cpu::quantize_packed(&each[size_t(i)], 1, dtype, bits, bucket, 0, replays, expected_most + i, 1);
+  cpu::quantize_packed(together.data(), count, dtype, bits, bucket, 0, replays, most_on_cpu, 2);
+  simt::expect_equal(on_cpu.get(), expected.get(), count * stride, "quantize_packed of vectors on the CPU");
+  simt::expect_equal(most_on_cpu.get(), expected_most.get(), count, "quantize_packed of vectors on the CPU: most");
+  simt::call(cuda::quantize_packed, on_device.data(), count, dtype, bits, bucket, 0, replays, most);
+  simt::expect_equal(got.get(), expected.get(), count * stride, "quantize_packed of vectors");
+  simt::expect_equal(most.get(), expected_most.get(), count, "quantize_packed of vectors: most");
 }
 
 // More terms than one launch takes, and none.
@@ -107,8 +129,8 @@ static void test_many(int64_t count) {
   const int64_t n = 100;
   const simt::Buffer<float> x(simt::data(simt::Kind::normal, n)), norms(4), expected(n), got(n);
   const simt::Buffer<uint8_t> packed(n / 2);
-  const uint64_t key = 7;
-  cpu::quantize_packed(x, 0, 1, n, 4, 32, 0, &key, nullptr, 0, packed, norms, 1);
+  const QuantizeSource source{x, n, 7, packed, norms};
+  cpu::quantize_packed(&source, 1, 0, 4, 32, 0, nullptr, nullptr, 1);
   const std::vector<QuantizedTerm> terms(size_t(count), {packed, norms});
   int32_t failed = 0;
   cpu::quantize_decode_sum(terms.data(), count, 1, n, 4, 32, 0.1f, false, expected, 0, &failed, 1);
@@ -130,10 +152,9 @@ static void test_parts(int64_t n, int64_t parts, int64_t count, int64_t bucket, 
   int32_t failed = 0;
   for (int64_t p = 0; p < parts; ++p) {
     for (int64_t t = p * count; t < (p + 1) * count; ++t) {
-      const uint64_t key = uint64_t(t);
-      terms.push_back({packed + t * nbytes, norms + t * buckets});
-      cpu::quantize_packed(x + t * longest, 0, 1, of.length(p), 5, bucket, 0, &key, nullptr, 0, packed + t * nbytes,
-                           norms + t * buckets, 1);
+      const QuantizeSource source{x + t * longest, of.length(p), uint64_t(t), packed + t * nbytes, norms + t * buckets};
+      terms.push_back({source.packed, source.norms});
+      cpu::quantize_packed(&source, 1, 0, 5, bucket, 0, nullptr, nullptr, 1);
     }
     cpu::quantize_decode_sum(terms.data() + p * count, count, 1, of.length(p), 5, bucket, 0.3f, add,
                              expected + of.begin(p), dtype_of(got), &failed, 1);
@@ -155,8 +176,12 @@ int main() {
     test_parts<float>(n, 7, 1, 32, false), test_parts<BFloat16>(n, 3, 2, 512, false),
         test_parts<float>(n, 3, 2, 7, true);
   if (!simt::kRaces) test_parts<float>(2003, 250, 1, 512, false), test_parts<float>(300, 3, 100, 32, true);
-  for (int64_t bucket : {int64_t(100), int64_t(5000)}) test_rows(2, 5001, 4, bucket);
-  if (!simt::kRaces) test_rows(600, 33, 5, 7), test_many(0), test_many(500);
+  for (int64_t bucket : {int64_t(100), int64_t(5000)})
+    test_vectors<float>(10001, 2, 4, bucket), test_vectors<BFloat16>(10002, 3, 9, bucket);
+  if (!simt::kRaces) {
+    test_vectors<float>(8191, 250, 5, 7), test_vectors<Float16>(60000, 240, 4, 5000), test_vectors<float>(5, 9, 4, 512);
+    test_many(0), test_many(500);
+  }
   for (int64_t n : {1, 33, 8193, 20001})
     for (int64_t bucket : {int64_t(7), int64_t(512), int64_t(5000)})
       for (int bits : {4, 9}) test_half<BFloat16>(n, bits, bucket, n % 2), test_half<Float16>(n, bits, bucket, n % 2);

@@ -32,8 +32,8 @@ GZ_DEVICE void tile_norms(const Quantizer<T>& q, const float* tile, int count, i
   }
 }
 
-// put(i, level, negative) for each four elements of a tile of `count` <= kMostTile elements, which begins at a multiple
-// of 8; levels past its end are 0. With kNorms the tile is whole buckets, and their norms are computed first, in the
+// put(i, value, level) for each four elements of a tile of `count` <= kMostTile elements, which begins at a multiple of
+// 8; values and levels past its end are 0. With kNorms the tile is whole buckets, and their norms are computed first, in the
 // shared memory `tile`, which put may overwrite.
 template <bool kNorms, class T, class F>
 GZ_DEVICE void quantize_tile(const Quantizer<T>& q, int64_t first, int count, float* tile, F put) {
@@ -58,14 +58,12 @@ GZ_DEVICE void quantize_tile(const Quantizer<T>& q, int64_t first, int count, fl
     if (i >= count) continue;
     const Philox4 draw = philox(q.key, uint64_t(first + i) / 4);
     int32_t level[4] = {0, 0, 0, 0};
-    bool negative[4] = {false, false, false, false};
     LevelScale scale{};
     buckets.for_four(i, count, [&](int k, int64_t bucket, bool another) {
       if (another) scale = level_scale(q.norms[bucket], s);
       level[k] = stochastic_level(finite_magnitude(value[j][k]), scale, s, draw.v[k]);
-      negative[k] = float_bits(value[j][k]) >> 31;
     });
-    put(i, level, negative);
+    put(i, value[j], level);
   }
 }
 

@@ -20,10 +20,10 @@ static_assert(sizeof(UploadBatch) < 4000, "it fits the 4 KB that a kernel may ha
 
 // What one launch takes as its argument: blocks with the same y work on one entry.
 constexpr int kMostVectors = 16;
-template <class Entry>
+template <class Entry, int kMost = kMostVectors>
 struct Batch {
-  static_assert(kMostVectors * sizeof(Entry) < 4000, "it fits the 4 KB that a kernel may have");
-  Entry of[kMostVectors];
+  static_assert(kMost * sizeof(Entry) < 4000, "it fits the 4 KB that a kernel may have");
+  Entry of[kMost];
 };
 
 // This block's entry in shared memory, to save registers.

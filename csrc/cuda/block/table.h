@@ -30,11 +30,11 @@ T* upload(Arena& arena, const std::vector<T>& table, cudaStream_t stream) {
 }
 
 // f(batch, number of its entries) for all entries, in order.
-template <class Entry, class F>
+template <int kMost = kMostVectors, class Entry, class F>
 void for_each_batch(const std::vector<Entry>& entries, F f) {
-  for (size_t first = 0; first < entries.size(); first += kMostVectors) {
-    Batch<Entry> batch{};
-    const size_t some = std::min(entries.size() - first, size_t(kMostVectors));
+  for (size_t first = 0; first < entries.size(); first += kMost) {
+    Batch<Entry, kMost> batch{};
+    const size_t some = std::min(entries.size() - first, size_t(kMost));
     std::copy_n(entries.begin() + first, some, batch.of);
     f(batch, unsigned(some));
   }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...collectives import AllToAll, Gather, ToHost
 from ...collectives.cost import Link
-from ...collectives.fusion import pieces
+from ...collectives.fusion import flattened, pieces
 from ...collectives.requests import most_nbytes
 from ...collectives.routines import Local, Routine, at_once, jointly
 from ...memory.state import Key, State
@@ -331,6 +331,22 @@ class GatherCompressor(Compressor):
         """Write the header of a payload whose body is complete. Returns the payload."""
         return ops.seal_payloads([seal], method=self.number, digest=self.digest)[0]
 
+    def seal_vectors(
+        self, payloads: Sequence[Tensor], numels: Sequence[int], fields: Iterable[bytes], magnitudes: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Write the headers of payloads of vectors, whose bodies are complete. Returns the payloads.
+
+        Args:
+            numels, fields, magnitudes: of each, as for `ops.Seal`. On a CPU, the payload of a vector that is not finite
+                is a header.
+        """
+        seals = list(map(ops.Seal, payloads, numels, fields, itertools.repeat(0), magnitudes))
+        if not magnitudes[0].is_cuda:
+            for i, magnitude in enumerate(magnitudes):
+                if ops.known_non_finite(magnitude):
+                    seals[i] = ops.Seal(ops.new_payload(0, magnitude.device), numels[i], magnitudes=magnitude)
+        return ops.seal_payloads(seals, method=self.number, digest=self.digest)
+
     def non_finite(self, numel: int, device: torch.device) -> Tensor:
         """The payload of a group that is not finite: a header with a flag."""
         return self.seal(ops.Seal(ops.new_payload(0, device), numel, flags=ops.NON_FINITE))
@@ -457,8 +473,10 @@ class GatherCompressor(Compressor):
         from_ranks, state.payload = opened[: group.size], list(zip(opened[group.size :], partitions))
         mine = partitions[group.rank]
         shapes = [piece.view.shape for piece in mine]
-        average = torch.cat([part.reshape(-1) for part in self._decoded(from_ranks, shapes)])
-        del received, opened, from_ranks
+        decoded = self._decoded(from_ranks, shapes)
+        # On a CPU, the next call reuses its memory.
+        average = flattened(decoded) if decoded[0].is_cuda else torch.cat(list(map(Tensor.flatten, decoded)))
+        del received, opened, from_ranks, decoded
         if group.on_device and self.fixed_nbytes:  # all ranks see in the average if a payload was not sound
             sound = group.numbers[-1][: group.size].amax().view(1)
             kernels.restore_unless_finite(sound, [average], [None], math.nan)
@@ -508,10 +526,14 @@ def _views(flat: Tensor, partition: Sequence[Piece]) -> list[Tensor]:
 
 
 def _filled_up(payloads: Sequence[Tensor], nbytes: int) -> Tensor:
-    """Payloads of at most `nbytes` as one buffer, with so many bytes for each."""
-    if set(map(Tensor.numel, payloads)) == {nbytes}:
-        return ops.join_payloads(payloads) if len(payloads) > 1 else payloads[0]
-    buffer = payloads[0].new_zeros(len(payloads), nbytes)
+    """Payloads of at most `nbytes` as one buffer, with so many bytes for each: their own memory, of `new_payloads`."""
+    first, apart = payloads[0], nbytes * np.arange(len(payloads), dtype=np.uint64)
+    end = first.storage_offset() + nbytes * len(payloads)
+    if end <= first.untyped_storage().nbytes() and False not in (
+        kernels.addresses(payloads) == first.data_ptr() + apart
+    ):
+        return first.as_strided((nbytes * len(payloads),), (1,))
+    buffer = first.new_zeros(len(payloads), nbytes)
     torch._foreach_copy_([row[: payload.numel()] for row, payload in zip(buffer, payloads)], list(payloads))
     return buffer.view(-1)
 

@@ -65,7 +65,7 @@ class ListCodec(GatherCompressor):
 
     def new_payloads(self, layout: Layout, device: torch.device) -> tuple[list[Tensor], np.ndarray]:
         """Payloads to be completed, and the address of each tensor's body (uint64)."""
-        payloads = ops.new_payloads(layout.nbytes, device)
+        payloads = ops.new_payloads(layout.nbytes, device, gaps=True)
         return payloads, groups.addresses(payloads)[layout.body] + np.uint64(ops.HEADER_NBYTES)
 
     def write_numbers(self, layout: Layout, payloads: Sequence[Tensor], numbers: Tensor) -> None:
