@@ -16,7 +16,7 @@ HALF = [torch.float16, torch.bfloat16]
 READERS = kinds.without_residuals(lambda c: c.reads_half and getattr(c, "exchange", None) != "auto")
 
 MOMENTA = ["momentum:inner=topk(theta=0.9),beta=0.5", "momentum:inner=acpsgd"]
-OTHERS = ["block-float", "signsgd", "topk", "fft-range", "powersgd", "acpsgd"]
+OTHERS = [spec for spec in kinds.FIRST if gradzip.parse(spec).keeps_residual]
 
 
 def grads_of(rank, step, dtype):
