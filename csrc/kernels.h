@@ -47,8 +47,9 @@
 // --- abs_max
 // *most = max |x|: 0 if n is 0, NaN if any x is NaN. One read of x.
 KERNEL(abs_max, const void* x, int dtype, int64_t n, float* most);
-// The same for each column of each matrix: most has room for the columns of all, one matrix after the other.
-KERNEL(abs_max_columns, const Matrix* matrices, int64_t count, float* most);
+// The same for each column of each matrix: most has room for the columns of all, one matrix after the other. Those of
+// 16-bit floats have one column.
+KERNEL(abs_max_columns, const Matrix* matrices, int64_t count, int dtype, float* most);
 
 // --- add_residual
 // out = x + residual for each entry of the table, which is in host memory on every device, rounded once.

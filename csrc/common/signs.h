@@ -7,14 +7,14 @@
 
 namespace gradzip {
 
-// A tensor whose signs are packed.
+// A tensor whose signs are packed, of the type `dtype` (common/half.h).
 struct SignsSource {
-  const float* x;
-  int64_t n;
+  const void* x;
+  int64_t dtype, n;
   uint64_t key;
   uint8_t* packed;
 };
-static_assert(sizeof(SignsSource) == 32, "gradzip/ops/signs.py writes it");
+static_assert(sizeof(SignsSource) == 40, "gradzip/ops/signs.py writes it");
 
 // A vote on n signs.
 struct SignsVote {

@@ -88,16 +88,16 @@ GZ_HD bool make_layout(uint32_t code, int64_t n, TransformLayout* layout) {
   return true;
 }
 
-// Elements of whose coefficients the k groups of largest magnitude are selected.
+// Elements, of the type `dtype` (common/half.h), of whose coefficients the k groups of largest magnitude are selected.
 struct TransformSource {
-  const float* x;
-  int64_t n, k;
+  const void* x;
+  int64_t dtype, n, k;
   float* scratch;
   int64_t scratch_numel;
   uint8_t* bitmap;
   float* values;
 };
-static_assert(sizeof(TransformSource) == 56, "gradzip/ops/transform.py writes it");
+static_assert(sizeof(TransformSource) == 64, "gradzip/ops/transform.py writes it");
 
 // Selected coefficients, for transform_decode: the status bitmap of the groups, and the codes of their coefficients.
 struct TransformPart {

@@ -78,7 +78,11 @@ void abs_max(const void* x, int dtype, int64_t n, float* most, int threads) {
   *most = bits_float(bits);
 }
 
-void abs_max_columns(const Matrix* matrices, int64_t count, float* most, int threads) {
+void abs_max_columns(const Matrix* matrices, int64_t count, int dtype, float* most, int threads) {
+  if (Dtype(dtype) != Dtype::float32) {
+    for (int64_t i = 0; i < count; ++i) abs_max(matrices[i].data, dtype, matrices[i].rows, most + i, threads);
+    return;
+  }
   std::vector<int64_t> offset(count + 1, 0);
   for (int64_t i = 0; i < count; ++i) offset[i + 1] = offset[i] + matrices[i].columns;
   parallel_for(count, threads, [&](int64_t i) { columns_of(matrices[i], most + offset[i]); });

@@ -8,7 +8,9 @@
 #include <type_traits>
 #include <vector>
 
+#include "common/dtype.h"
 #include "cpu/bitmap.h"
+#include "cpu/half.h"
 #include "cpu/ops.h"
 #include "cpu/simd.h"
 #include "cpu/transform_tile.h"
@@ -172,14 +174,27 @@ struct Candidates {
       : tiles(t.tiles), of{memory, memory + most, memory + 2 * most}, capacity(most) {}
 };
 
+// The elements that are transformed.
+struct Signal {
+  const void* x;
+  int dtype;
+
+  // Elements [begin, begin + n) as floats: in `buffer`, unless they are floats.
+  const float* read(int64_t begin, int64_t n, float* buffer) const {
+    return typed(x, dtype, [&](auto* of) { return as_floats(of + begin, n, buffer); });
+  }
+};
+
 // A tile's coefficients and, of pairs, their energies.
 struct TileKeys {
-  alignas(64) float coefficients[kTileRoom], energy[kTileRoom / 2];
-  const float *keys, *of[3];
+  alignas(64) float coefficients[kTileRoom], energy[kTileRoom / 2], room[kTileRoom];
+  const float *elements, *keys;
   int64_t groups;
 
   TileKeys() {}
-  void transform(const Transform& t, const float* x, int64_t count, float scale) {
+  void transform(const Transform& t, const Signal& signal, int64_t tile, float scale) {
+    const int64_t count = t.count(tile);
+    const float* x = elements = signal.read(t.begin(tile), count, room);
     groups = t.groups_of(count);
     keys = coefficients;
     if (t.length == 1)
@@ -194,16 +209,16 @@ struct TileKeys {
 };
 
 // Collects the coefficients of magnitude `low` and more, and sets their bits.
-void collect(const Transform& t, const float* x, uint32_t low, float scale, Candidates& found, uint8_t* bitmap,
+void collect(const Transform& t, const Signal& x, uint32_t low, float scale, Candidates& found, uint8_t* bitmap,
              int threads) {
   for_each_tile(t, threads, [&](int64_t i) {
     TileKeys tile;
-    tile.transform(t, x + t.begin(i), t.count(i), scale);
+    tile.transform(t, x, i, scale);
     alignas(64) float kept[3][kTileRoom];
     const Arrays arrays{{tile.keys, tile.coefficients, tile.coefficients + tile.groups},
                         {kept[0], kept[1], kept[2]},
                         t.group == 1 ? 1 : 3,
-                        t.length == 1 ? x + t.begin(i) + kTransformAhead : nullptr};
+                        t.length == 1 ? tile.elements + kTransformAhead : nullptr};
     const int64_t count = keep(arrays, tile.groups, low, bitmap + i * t.tile_groups() / 8);
     const int64_t offset = found.total.fetch_add(count);
     found.tiles[i] = {offset, count};
@@ -222,7 +237,7 @@ struct Sample {
 
 // A magnitude that more than k of the groups reach, by a sample of their rows; wrong now and then, and less often with
 // more `room`.
-Sample sample(const Transform& t, const float* x, int64_t k, double room) {
+Sample sample(const Transform& t, const Signal& x, int64_t k, double room) {
   const int64_t rows = t.n / t.length, block = kSampleRows * t.length, blocks = kSample * t.group / block;
   const int64_t run = std::max<int64_t>(1, 16 / t.length);  // neighbouring rows of a cache line
   std::vector<float> coefficients(size_t(kSample) * t.group), keys, some(block);
@@ -233,7 +248,9 @@ Sample sample(const Transform& t, const float* x, int64_t k, double room) {
       const auto row = int64_t((static_cast<unsigned __int128>(position) * uint64_t(rows - run)) >> 64);
       position += 0x9E3779B97F4A7C15ull;  // steps of the golden ratio: no period of the data coincides with them
       const int64_t rows_here = std::min(run, kSampleRows - r);
-      std::memcpy(&some[r * t.length], x + row * t.length, size_t(rows_here * t.length) * sizeof(float));
+      float* const to = &some[r * t.length];
+      const float* from = x.read(row * t.length, rows_here * t.length, to);
+      if (from != to) std::memcpy(to, from, size_t(rows_here * t.length) * sizeof(float));
     }
     forward_tile(t, some.data(), block, coefficients.data() + b * block);
   }
@@ -306,8 +323,9 @@ void emit(const Transform& t, const Candidates& found, const Selection& selectio
 
 }  // namespace
 
-void select_coefficients(const Transform& t, const float* x, int64_t k, float* scratch, int64_t scratch_numel,
-                         uint8_t* bitmap, float* values, int threads) {
+void select_coefficients(const Transform& t, const TransformSource& source, int threads) {
+  const auto [data, dtype, n, k, scratch, scratch_numel, bitmap, values] = source;
+  const Signal x{data, int(dtype)};
   const int64_t groups = t.groups(), floats = t.group == 1 ? 1 : 3;
   bool in_range = true;  // whether another sample is worth a try
   const auto attempt = [&](uint32_t low, float scale, float* memory, int64_t capacity) {
@@ -334,7 +352,7 @@ void select_coefficients(const Transform& t, const float* x, int64_t k, float* s
     }
   float scale = 1.0f;
   if (t.group == 2) {
-    abs_max(x, int(Dtype::float32), t.n, &scale, threads);
+    abs_max(data, int(dtype), n, &scale, threads);
     scale = unit_scale(scale);
   }
   // Every group is a candidate.

@@ -7,7 +7,9 @@
 #include <cmath>
 #include <vector>
 
+#include "common/dtype.h"
 #include "common/restore.h"
+#include "cpu/half.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 #include "cpu/vectors.h"
@@ -121,26 +123,40 @@ GZ_INLINE void add_product(const float* x, int64_t across, int64_t rows, int64_t
   }
 }
 
+// Rows, `across` floats apart.
+struct Rows {
+  const float* at;
+  int64_t across;
+};
+
 // The gradient as products read it: m, or e after e += m.
 struct Operand {
-  const float* m;
+  const void* m;
+  Dtype dtype;
   float* e;  // or null
   int64_t columns;
 
-  // Columns [begin, end) of a row. Call it once for each.
-  GZ_INLINE const float* read(int64_t row, int64_t begin, int64_t end) const {
-    const float* from = m + row * columns;
-    if (!e) return from + begin;
-    float* sum = e + row * columns;
-    for (int64_t j = begin; j < end; ++j) sum[j] += from[j];
-    return sum + begin;
+  // Columns [begin, end) of `count` rows. Call it once for each. 16-bit floats are converted to `stage`, kApart apart.
+  template <int64_t kApart>
+  GZ_INLINE Rows read(int64_t row, int64_t count, int64_t begin, int64_t end, float* stage) const {
+    const int64_t at = row * columns + begin, width = end - begin;
+    if (dtype != Dtype::float32) {
+      typed(m, int(dtype), [&](auto* of) {
+        for (int64_t r = 0; r < count; ++r) as_floats(of + at + r * columns, width, stage + r * kApart);
+      });
+      return {stage, kApart};
+    }
+    const float* from = static_cast<const float*>(m) + at;
+    if (!e) return {from, columns};
+    for (int64_t r = 0; r < count; ++r)
+      for (int64_t j = r * columns; j < r * columns + width; ++j) e[at + j] += from[j];
+    return {e + at, columns};
   }
-  // What `read` has returned.
-  GZ_INLINE const float* row(int64_t i) const { return (e ? e : m) + i * columns; }
   // Columns [begin, end) of a row, to read soon.
   GZ_INLINE void prefetch(int64_t row, int64_t begin, int64_t end) const {
+    const int64_t size = dtype == Dtype::float32 ? 4 : 2;
     for (int64_t at = row * columns + begin, last = row * columns + end; at < last; at += 16) {
-      __builtin_prefetch(m + at);
+      __builtin_prefetch(static_cast<const char*>(m) + at * size);
       if (e) __builtin_prefetch(e + at);
     }
   }
@@ -150,14 +166,14 @@ struct Operand {
 template <int kBytes>
 GZ_INLINE void project_rows_body(const Operand& x, int64_t first, int64_t last, const float* q, int64_t width,
                                  float* sums) {
+  float stage[kGroup * kStage];
   for (int64_t begin = 0; begin < x.columns; begin += kBlock) {
     const int64_t end = begin + kBlock < x.columns ? begin + kBlock : x.columns;
     for (int64_t i = first; i < last; i += kGroup) {
       const int64_t rows = i + kGroup < last ? kGroup : last - i;
-      const float* from = x.read(i, begin, end);
-      for (int64_t row = i + 1; row < i + rows; ++row) x.read(row, begin, end);
+      const Rows from = x.read<kStage>(i, rows, begin, end, stage);
       for (int64_t row = i + rows; row < i + rows + kGroup && row < last; ++row) x.prefetch(row, begin, end);
-      add_product<kBytes, false>(from, x.columns, rows, end - begin, q + begin * width, width,
+      add_product<kBytes, false>(from.at, from.across, rows, end - begin, q + begin * width, width,
                                  sums + (i - first) * width);
     }
   }
@@ -173,8 +189,9 @@ GZ_INLINE void project_columns_body(const Operand& x, int64_t first, int64_t las
   float stage[kDepth * kStage];
   for (int64_t i = first; i < last; i += kDepth) {
     const int64_t depth = i + kDepth < last ? kDepth : last - i;
-    for (int64_t k = 0; k < depth; ++k)
-      std::memcpy(stage + k * kStage, x.read(i + k, begin, end), size_t(end - begin) * sizeof(float));
+    const Rows from = x.read<kStage>(i, depth, begin, end, stage);
+    for (int64_t k = 0; from.at != stage && k < depth; ++k)
+      std::memcpy(stage + k * kStage, from.at + k * from.across, size_t(end - begin) * sizeof(float));
     add_product<kBytes, true>(stage, 1, end - begin, depth, q + i * width, width, sums);
   }
 }
@@ -210,10 +227,12 @@ template <int kBytes, int R>
 GZ_INLINE void project_row_group(const Operand& x, int64_t row, const float* q, float* sums) {
   constexpr int64_t kLanes = VectorOf<float, kBytes>::lanes;
   Vector<float, kBytes> total[R][kFloats / kLanes] = {};
+  float stage[R * kStage];
+  Rows from{};
   for (int64_t begin = 0; begin < x.columns; begin += kBlock) {
     const int64_t end = begin + kBlock < x.columns ? begin + kBlock : x.columns;
-    for (int r = 0; r < R; ++r) x.read(row + r, begin, end);
-    add_products<kBytes>(x.row(row) + begin, x.columns, (end - begin) / kFloats * kFloats, q + begin, total);
+    from = x.read<kStage>(row, R, begin, end, stage);
+    add_products<kBytes>(from.at, from.across, (end - begin) / kFloats * kFloats, q + begin, total);
   }
   if (const int64_t rest = x.columns % kFloats) {
     const int64_t at = x.columns - rest;
@@ -221,8 +240,8 @@ GZ_INLINE void project_row_group(const Operand& x, int64_t row, const float* q, 
     for (int64_t lane = 0; lane < kFloats; lane += kLanes) {
       const auto factor = load_first<kBytes>(q + at + lane, rest - lane);
       for (int r = 0; r < R; ++r) {
-        const auto from = load_first<kBytes>(x.row(row + r) + at + lane, rest - lane);
-        total[r][lane / kLanes] += fused<kBytes>(from, factor, Vector<float, kBytes>{});
+        const auto value = load_first<kBytes>(from.at + r * from.across + at % kBlock + lane, rest - lane);
+        total[r][lane / kLanes] += fused<kBytes>(value, factor, Vector<float, kBytes>{});
       }
     }
   }
@@ -244,8 +263,8 @@ GZ_SIMD_DISPATCH_BYTES(void, project_rows_to_vector,
 template <int kBytes, int R>
 GZ_INLINE void add_scaled_rows(const Operand& x, int64_t row, int64_t begin, int64_t end, const float* q, float* acc) {
   constexpr int64_t kLanes = VectorOf<float, kBytes>::lanes;
-  for (int r = 0; r < R; ++r) x.read(row + r, begin, end);
-  const float* from = x.row(row) + begin;
+  float stage[R * kStrip];
+  const Rows from = x.read<kStrip>(row, R, begin, end, stage);
   Vector<float, kBytes> factor[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) factor[r] = all_lanes<kBytes>(q + row + r);
@@ -253,11 +272,11 @@ GZ_INLINE void add_scaled_rows(const Operand& x, int64_t row, int64_t begin, int
   for (; j + kLanes <= end - begin; j += kLanes) {
     auto sum = load<kBytes>(acc + j);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sum = fused<kBytes>(load<kBytes>(from + r * x.columns + j), factor[r], sum);
+    for (int r = 0; r < R; ++r) sum = fused<kBytes>(load<kBytes>(from.at + r * from.across + j), factor[r], sum);
     store<kBytes>(acc + j, sum);
   }
   for (; j < end - begin; ++j)
-    for (int r = 0; r < R; ++r) acc[j] = std::fma(from[r * x.columns + j], q[row + r], acc[j]);
+    for (int r = 0; r < R; ++r) acc[j] = std::fma(from.at[r * from.across + j], q[row + r], acc[j]);
 }
 
 // sums += x^T q for at most kStrip columns [begin, end) over rows [first, last).
@@ -288,7 +307,7 @@ const float* padded(const float* q, int64_t length, int64_t rank, int64_t width,
 }
 
 void project(const Projection& p, int threads) {
-  const Operand x{p.m, p.e, p.columns};
+  const Operand x{p.m, Dtype(p.dtype), p.e, p.columns};
   const bool vector = p.rank == 1;
   const int64_t rank = p.rank, lanes = simd() == Simd::avx512 ? 16 : 8;
   const int64_t width = vector ? 1 : ceil_div(rank, lanes) * lanes;
@@ -356,15 +375,16 @@ struct Product {
   const float *p, *panels;
 };
 
-// out = first, or from - first unless `from` is null; then m = second, unless m is null. `from` is m then.
+// e = from - first and then, unless it is null, out = second; or out = first, if `from` is null. `out` may be `from`.
 struct Expansion {
   int64_t columns, rank;
   Product first;
   const float* from;
-  float* out;
-  Product second = {};
-  float* m = nullptr;
-  bool stream = false;  // write `out` past the cache
+  float* e;
+  Product second;
+  void* out;
+  Dtype dtype;  // of `out`
+  bool stream = false;  // write e past the cache, or `out` if `from` is null
 
   bool twice() const { return second.p != first.p || second.panels != first.panels; }
 };
@@ -387,47 +407,60 @@ GZ_INLINE void put(float* to, const float* from, int64_t columns, const Vector<f
 }
 
 // I rows of kPanel columns.
-template <int kBytes, bool kFrom, bool kStream, int I>
+template <int kBytes, bool kFrom, bool kStream, int I, class T>
 GZ_INLINE void expand_tile(const Expansion& x, int64_t row, int64_t j) {
   constexpr int V = int(kPanel / VectorOf<float, kBytes>::lanes);
   const int64_t left = row * x.rank, right = j * x.rank, at = row * x.columns + j;
   Vector<float, kBytes> acc[I][V];
   multiply<kBytes, false>(x.first.p + left, x.rank, x.rank, x.first.panels + right, kPanel, acc);
-  put<kBytes, kFrom, kStream>(x.out + at, kFrom ? x.from + at : nullptr, x.columns, acc);
-  if (!kFrom || !x.m) return;
-  if (x.twice()) multiply<kBytes, false>(x.second.p + left, x.rank, x.rank, x.second.panels + right, kPanel, acc);
-  put<kBytes, false, false>(x.m + at, nullptr, x.columns, acc);
-}
-
-// The last columns of I rows, fewer than kPanel, by way of whole ones.
-template <int kBytes, bool kFrom, int I>
-GZ_INLINE void expand_rest(const Expansion& x, int64_t row, int64_t j) {
-  float from[I * kPanel], out[I * kPanel], m[I * kPanel];
-  const int64_t at = row * x.columns + j, left = row * x.rank, right = j * x.rank;
-  const size_t nbytes = size_t(x.columns - j) * sizeof(float);
-  for (int64_t i = 0; kFrom && i < I; ++i) std::memcpy(from + i * kPanel, x.from + at + i * x.columns, nbytes);
-  Expansion whole{kPanel, x.rank, {x.first.p + left, x.first.panels + right}, from, out};
-  if (x.m) whole.second = {x.second.p + left, x.second.panels + right}, whole.m = m;
-  expand_tile<kBytes, kFrom, false, I>(whole, 0, 0);
-  for (int64_t i = 0; i < I; ++i) {
-    std::memcpy(x.out + at + i * x.columns, out + i * kPanel, nbytes);
-    if (x.m) std::memcpy(x.m + at + i * x.columns, m + i * kPanel, nbytes);
+  if (kFrom) {
+    put<kBytes, true, kStream>(x.e + at, x.from + at, x.columns, acc);
+    if (!x.out) return;
+    if (x.twice()) multiply<kBytes, false>(x.second.p + left, x.rank, x.rank, x.second.panels + right, kPanel, acc);
+  }
+  T* out = static_cast<T*>(x.out) + at;
+  if constexpr (sizeof(T) == sizeof(float)) {
+    put<kBytes, false, kStream && !kFrom>(out, nullptr, x.columns, acc);
+  } else {
+    float floats[I * kPanel];
+    put<kBytes, false, false>(floats, nullptr, kPanel, acc);
+    for (int64_t i = 0; i < I; ++i)
+      for (int64_t k = 0; k < kPanel; ++k) out[i * x.columns + k] = rounded<T>(floats[i * kPanel + k]);
   }
 }
 
-template <int kBytes, bool kFrom, bool kStream, int I>
+// The last columns of I rows, fewer than kPanel, by way of whole ones.
+template <int kBytes, bool kFrom, int I, class T>
+GZ_INLINE void expand_rest(const Expansion& x, int64_t row, int64_t j) {
+  float from[I * kPanel], e[I * kPanel];
+  T out[I * kPanel];
+  const int64_t at = row * x.columns + j, left = row * x.rank, right = j * x.rank;
+  const auto count = size_t(x.columns - j);
+  for (int64_t i = 0; kFrom && i < I; ++i)
+    std::memcpy(from + i * kPanel, x.from + at + i * x.columns, count * sizeof(float));
+  Expansion whole{kPanel, x.rank, {x.first.p + left, x.first.panels + right}, from, e, {}, nullptr, x.dtype};
+  if (x.out) whole.second = {x.second.p + left, x.second.panels + right}, whole.out = out;
+  expand_tile<kBytes, kFrom, false, I, T>(whole, 0, 0);
+  for (int64_t i = 0; i < I; ++i) {
+    const int64_t to = at + i * x.columns;
+    if (kFrom) std::memcpy(x.e + to, e + i * kPanel, count * sizeof(float));
+    if (x.out) std::memcpy(static_cast<T*>(x.out) + to, out + i * kPanel, count * sizeof(T));
+  }
+}
+
+template <int kBytes, bool kFrom, bool kStream, int I, class T>
 GZ_INLINE void expand_row_group(const Expansion& x, int64_t row, int64_t begin, int64_t end) {
   int64_t j = begin;
   for (; j + kPanel <= end; j += kPanel) {
     for (int i = 0; kFrom && i < I; ++i)
       for (int64_t at = j + kAhead; at < j + kAhead + kPanel; at += 16)
         __builtin_prefetch(x.from + (row + i) * x.columns + at);
-    expand_tile<kBytes, kFrom, kStream, I>(x, row, j);
+    expand_tile<kBytes, kFrom, kStream, I, T>(x, row, j);
   }
-  if (j < end) expand_rest<kBytes, kFrom, I>(x, row, j);
+  if (j < end) expand_rest<kBytes, kFrom, I, T>(x, row, j);
 }
 
-template <int kBytes, bool kFrom, bool kStream>
+template <int kBytes, bool kFrom, bool kStream, class T>
 GZ_INLINE void expand_row_groups(const Expansion& shared, int64_t first, int64_t last) {
   constexpr int I = tile_rows<kBytes, int(kPanel / VectorOf<float, kBytes>::lanes)>();
   const Expansion x = shared;  // a copy, which no store can change
@@ -435,28 +468,38 @@ GZ_INLINE void expand_row_groups(const Expansion& shared, int64_t first, int64_t
   for (int64_t begin = 0; begin < x.columns; begin += cached) {
     const int64_t end = begin + cached < x.columns ? begin + cached : x.columns;
     int64_t i = first;
-    for (; i + I <= last; i += I) expand_row_group<kBytes, kFrom, kStream, I>(x, i, begin, end);
-    for (; i < last; ++i) expand_row_group<kBytes, kFrom, kStream, 1>(x, i, begin, end);
+    for (; i + I <= last; i += I) expand_row_group<kBytes, kFrom, kStream, I, T>(x, i, begin, end);
+    for (; i < last; ++i) expand_row_group<kBytes, kFrom, kStream, 1, T>(x, i, begin, end);
   }
   if (kStream) _mm_sfence();
 }
 
+template <int kBytes, class T>
+GZ_INLINE void expand_rows_to(const Expansion& x, int64_t first, int64_t last) {
+  if (x.from && x.stream)
+    expand_row_groups<kBytes, true, true, T>(x, first, last);
+  else if (x.from)
+    expand_row_groups<kBytes, true, false, T>(x, first, last);
+  else if (sizeof(T) == sizeof(float) && x.stream)
+    expand_row_groups<kBytes, false, true, T>(x, first, last);
+  else
+    expand_row_groups<kBytes, false, false, T>(x, first, last);
+}
 template <int kBytes>
 GZ_INLINE void expand_rows_body(const Expansion& x, int64_t first, int64_t last) {
-  if (x.from && x.stream)
-    expand_row_groups<kBytes, true, true>(x, first, last);
-  else if (x.from)
-    expand_row_groups<kBytes, true, false>(x, first, last);
-  else if (x.stream)
-    expand_row_groups<kBytes, false, true>(x, first, last);
+  if (x.dtype == Dtype::bfloat16)
+    expand_rows_to<kBytes, BFloat16>(x, first, last);
+  else if (x.dtype == Dtype::float16)
+    expand_rows_to<kBytes, Float16>(x, first, last);
   else
-    expand_row_groups<kBytes, false, false>(x, first, last);
+    expand_rows_to<kBytes, float>(x, first, last);
 }
 GZ_SIMD_DISPATCH_BYTES(void, expand_rows, (const Expansion& x, int64_t first, int64_t last), (x, first, last))
 
 void expand(Expansion x, int64_t rows, int threads) {
-  const bool aligned = x.columns % 16 == 0 && reinterpret_cast<uintptr_t>(x.out) % 64 == 0;
-  x.stream = aligned && rows * x.columns >= kStream && x.out != x.from;  // what was read is in the cache
+  const void* to = x.from ? x.e : x.out;
+  const bool aligned = x.columns % 16 == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0;
+  x.stream = aligned && rows * x.columns >= kStream && to != x.from;  // what was read is in the cache
   const int64_t task = std::max<int64_t>(1, kChunk / std::max<int64_t>(x.columns, 1) / kGroup) * kGroup;
   parallel_chunks(rows, task, threads, [&](int64_t, int64_t first, int64_t last) { expand_rows(x, first, last); });
 }
@@ -464,11 +507,12 @@ void expand(Expansion x, int64_t rows, int threads) {
 void apply_average(const AverageUpdate& a, int threads) {
   const auto t = panels(a.q, a.columns, a.rank);
   const Product average{a.p, t.data()};
+  const Dtype dtype{int(a.dtype)};
   if (!a.e || (a.number && restores(*a.number)))
-    return expand({a.columns, a.rank, average, nullptr, a.m}, a.rows, threads);
+    return expand({a.columns, a.rank, average, nullptr, nullptr, {}, a.out, dtype}, a.rows, threads);
   const auto sent_t = a.sent_q == a.q ? std::vector<float>() : panels(a.sent_q, a.columns, a.rank);
   const Product sent{a.sent_p, a.sent_q == a.q ? t.data() : sent_t.data()};
-  expand({a.columns, a.rank, sent, a.m, a.e, average, a.m}, a.rows, threads);
+  expand({a.columns, a.rank, sent, a.m, a.e, average, a.out, dtype}, a.rows, threads);
 }
 
 }  // namespace
@@ -482,7 +526,8 @@ void low_rank_project(const Projection* table, int64_t count, int threads) {
 void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, const float* from,
                      float* out, int threads) {
   const auto t = panels(q, columns, rank);
-  expand({columns, rank, {p, t.data()}, from, out}, rows, threads);
+  expand({columns, rank, {p, t.data()}, from, from ? out : nullptr, {}, from ? nullptr : out, Dtype::float32}, rows,
+         threads);
 }
 
 void low_rank_apply_average(const AverageUpdate* table, int64_t count, int threads) {

@@ -129,7 +129,7 @@ uint32_t pack(const OneBitSource& source, int threads) {
   }
   std::vector<uint32_t> most;
   if (columns > kChunk || together > 4 * kChunk) {
-    const SignsSource signs{x, n, key, packed};
+    const SignsSource signs{x, int64_t(Dtype::float32), n, key, packed};
     signs_pack(&signs, 1, nullptr, nullptr, threads);
     const int64_t segments = ceil_div(columns, kSumSegment);
     std::vector<Sides> parts(size_t(rows * segments));
@@ -146,7 +146,7 @@ uint32_t pack(const OneBitSource& source, int threads) {
     const int64_t chunk = std::max<int64_t>(1, kChunk / together) * together;
     most.resize(size_t(ceil_div(n, chunk)));
     parallel_chunks(n, chunk, threads, [&, source](int64_t task, int64_t begin, int64_t end) {
-      write_signs(source.x, begin, end, source.key, source.packed);
+      write_signs(source.x + begin, begin, end, source.key, source.packed);
       for (int64_t i = begin; i < end; i += source.columns)
         row_means(source.x, source.packed, i, source.columns, source.means + 2 * (i / source.columns));
       most[size_t(task)] = abs_max_here(source.x + begin, end - begin);

@@ -3,6 +3,7 @@
 #include <mutex>
 #include <vector>
 
+#include "common/dtype.h"
 #include "common/range_float.h"
 #include "cpu/abs_max.h"
 #include "cpu/bucket_norms.h"
@@ -193,10 +194,12 @@ void write_signs(const float* x, int64_t begin, int64_t end, uint64_t key, uint8
     if (begin % 64) {  // a task may begin at any byte: up to the next word
       const int64_t count = std::min(stop, ceil_div(begin, 64) * 64) - begin;
       const uint64_t shifted = coins.words[(begin - first) / 64] >> (begin % 64);
-      sign_words_scalar(x + begin, count, &shifted, packed + begin / 8);
+      sign_words_scalar(x, count, &shifted, packed + begin / 8);
       begin += count;
+      x += count;
     }
-    sign_words(x + begin, stop - begin, coins.words + (begin - first) / 64, packed + begin / 8);
+    sign_words(x, stop - begin, coins.words + (begin - first) / 64, packed + begin / 8);
+    x += stop - begin;
     begin = stop;
   }
 }
@@ -211,16 +214,20 @@ void signs_pack(const SignsSource* table, int64_t count, const int64_t* replays,
   std::vector<SignsPart> parts(statistics ? size_t(first.back()) : 0);
   const auto chunks = [&](int64_t i) { return ceil_div(table[i].n, kChunk); };
   parallel_table(count, threads, chunks, [&](int64_t i, int64_t chunk) {
-    const auto [x, n, key, packed] = table[i];
-    const uint64_t own_key = replay_key(key, replays);
-    const int64_t end = std::min(n, (chunk + 1) * kChunk);
-    for (int64_t begin = chunk * kChunk; begin < end; begin += kSumSegment) {
-      const int64_t stop = std::min(end, begin + kSumSegment);
-      write_signs(x, begin, stop, own_key, packed);
-      if (!statistics) continue;
-      const double total = norm_part(x + begin, stop - begin, Norm::l1);
-      parts[size_t(first[size_t(i)] + begin / kSumSegment)] = {total, abs_max_here(x + begin, stop - begin)};
-    }
+    const SignsSource& source = table[i];
+    const uint64_t own_key = replay_key(source.key, replays);
+    const int64_t end = std::min(source.n, (chunk + 1) * kChunk);
+    typed(source.x, int(source.dtype), [&](auto* x) {
+      for (int64_t begin = chunk * kChunk; begin < end; begin += kSumSegment) {
+        const int64_t stop = std::min(end, begin + kSumSegment), count = stop - begin;
+        float buffer[kSumSegment];
+        const float* values = as_floats(x + begin, count, buffer);
+        write_signs(values, begin, stop, own_key, source.packed);
+        if (!statistics) continue;
+        const double total = norm_part(values, count, Norm::l1);
+        parts[size_t(first[size_t(i)] + begin / kSumSegment)] = {total, abs_max_here(values, count)};
+      }
+    });
   });
   for (int64_t i = 0; statistics && i < count; ++i) {
     SignsPart all{0.0, 0u};

@@ -89,10 +89,7 @@ void transform_inverse(const float* coefficients, int64_t n, uint32_t code, floa
 void transform_select(const TransformSource* table, int64_t count, uint32_t code, int threads) {
   parallel_pieces(
       count, threads, [&](int64_t i) { return table[i].n; },
-      [&](int64_t i, int of_piece) {
-        const auto [x, n, k, scratch, scratch_numel, bitmap, values] = table[i];
-        select_coefficients(Transform(code, n), x, k, scratch, scratch_numel, bitmap, values, of_piece);
-      });
+      [&](int64_t i, int of_piece) { select_coefficients(Transform(code, table[i].n), table[i], of_piece); });
 }
 
 static void decode_sum(const TransformPart* parts, int64_t count, uint32_t code, float weight, bool add_to, float* out,

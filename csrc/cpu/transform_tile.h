@@ -31,8 +31,7 @@ void forward_tile(const Transform& t, const float* x, int64_t count, float* coef
 void inverse_tile(const Transform& t, const float* coefficients, int64_t count, float* x);
 
 // transform_select (kernels.h).
-void select_coefficients(const Transform& t, const float* x, int64_t k, float* scratch, int64_t scratch_numel,
-                         uint8_t* bitmap, float* values, int threads);
+void select_coefficients(const Transform& t, const TransformSource& source, int threads);
 
 // f(tile) for every tile, several to a task.
 template <class F>

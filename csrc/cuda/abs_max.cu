@@ -20,13 +20,14 @@ void abs_max(const void* x, int dtype, int64_t n, float* most, cudaStream_t stre
   typed(x, dtype, [&](auto* of) { largest(of, n, most, stream); });
 }
 
-void abs_max_columns(const Matrix* matrices, int64_t count, float* most, cudaStream_t stream) {
+void abs_max_columns(const Matrix* matrices, int64_t count, int dtype, float* most, cudaStream_t stream) {
   int64_t columns_of_all = 0;
   for (int64_t i = 0; i < count; ++i) columns_of_all += matrices[i].columns;
   if (columns_of_all == 0) return;
   clear(most, columns_of_all * int64_t(sizeof *most), stream);
   for (int64_t at = 0; at < count;) {
     ColumnsTable table{};
+    table.dtype = dtype;
     int64_t blocks = 0;
     for (; at < count && table.count < kColumnsBatch; ++at) {
       const auto [data, rows, columns] = matrices[at];

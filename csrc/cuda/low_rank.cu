@@ -28,27 +28,30 @@ int padded_rank(int64_t rank) {
   return padded;
 }
 
-template <bool kTranspose>
+template <bool kTranspose, bool kHalf>
 Kernel<ProjectTable> project_kernel_for(int padded) {
   switch (padded) {
     case 1:
-      return kernel<project_kernel<1, kTranspose>>;
+      return kernel<project_kernel<1, kTranspose, kHalf>>;
     case 2:
-      return kernel<project_kernel<2, kTranspose>>;
+      return kernel<project_kernel<2, kTranspose, kHalf>>;
     case 4:
-      return kernel<project_kernel<4, kTranspose>>;
+      return kernel<project_kernel<4, kTranspose, kHalf>>;
     case 8:
-      return kernel<project_kernel<8, kTranspose>>;
+      return kernel<project_kernel<8, kTranspose, kHalf>>;
     case 16:
-      return kernel<project_kernel<16, kTranspose>>;
+      return kernel<project_kernel<16, kTranspose, kHalf>>;
     case 32:
-      return kernel<project_kernel<32, kTranspose>>;
+      return kernel<project_kernel<32, kTranspose, kHalf>>;
     default:
-      return kernel<project_kernel<64, kTranspose>>;
+      return kernel<project_kernel<64, kTranspose, kHalf>>;
   }
 }
 
-bool aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
+// To four elements, of any type.
+bool aligned(const void* address, int64_t dtype = int64_t(Dtype::float32)) {
+  return reinterpret_cast<uintptr_t>(address) % (Dtype(dtype) == Dtype::float32 ? 16 : 8) == 0;
+}
 
 // The products of one launch: from matrix `*at` on, the factors' columns from `first` on, all of one kernel. Matrices that
 // take another kernel, or have no such columns, are left out.
@@ -57,17 +60,18 @@ struct ProjectLaunch {
   int64_t blocks = 0, tickets = 0;
   uint32_t* first_ticket = nullptr;
 
-  ProjectLaunch(const Projection* projections, int64_t count, int64_t first, int padded, bool transpose, int64_t* at,
-                Arena& arena) {
+  ProjectLaunch(const Projection* projections, int64_t count, int64_t first, int padded, bool transpose, bool half,
+                int64_t* at, Arena& arena) {
     int64_t sums[kLowRankBatch], partials = 0;
     for (; *at < count && table.count < kLowRankBatch && partials < kLaunchPartials; ++*at) {
-      const auto [m, e, rows, columns, q, rank, transposed, out] = projections[*at];
+      const auto [m, dtype, e, rows, columns, q, rank, transposed, out] = projections[*at];
       const Cut cut = transpose ? Cut(columns, rows) : Cut(rows, columns);
-      if (bool(transposed) != transpose || rank <= first || padded_rank(rank - first) != padded || cut.tiles == 0)
-        continue;
+      if (bool(transposed) != transpose || (Dtype(dtype) != Dtype::float32) != half) continue;
+      if (rank <= first || padded_rank(rank - first) != padded || cut.tiles == 0) continue;
       const int64_t ranks = rank - first < kLowRankMost ? rank - first : kLowRankMost;
-      const Gradient x{e && first > 0 ? e : m, first > 0 ? nullptr : e, rows, columns,
-                       columns % 4 == 0 && aligned(m) && aligned(e)};  // after the first columns, m has been added
+      const bool wide = columns % 4 == 0 && aligned(m, dtype) && aligned(e);
+      // After the first columns, m has been added.
+      const Gradient x{e && first > 0 ? e : m, first > 0 ? nullptr : e, rows, columns, int32_t(dtype), wide};
       sums[table.count] = cut.parts > 1 ? cut.tiles * cut.parts * kLowRankTile * padded : 0;
       partials += sums[table.count];
       table.entries[table.count++] = {x,
@@ -100,7 +104,7 @@ void expand(int64_t count, Entry&& entry, cudaStream_t stream) {
       ExpandEntry next = entry(at);
       const int64_t tiles = ceil_div(next.rows, kLowRankTile) * ceil_div(next.columns, kLowRankTile);
       if (tiles == 0) continue;
-      next.wide = next.columns % 4 == 0 && aligned(next.from) && aligned(next.out) && aligned(next.m);
+      next.wide = next.columns % 4 == 0 && aligned(next.from) && aligned(next.e) && aligned(next.out, next.dtype);
       next.first_block = uint32_t(blocks);
       table.entries[table.count++] = next;
       blocks += tiles;
@@ -116,24 +120,28 @@ int64_t low_rank_project(void* workspace, const Projection* table, int64_t count
   for (int64_t i = 0; i < count; ++i) most = table[i].rank > most ? table[i].rank : most;
   for (int64_t first = 0; first < most; first += kLowRankMost)
     for (int padded = 1; padded <= kLowRankMost; padded *= 2)
-      for (bool transpose : {false, true})
+      for (int kind = 0; kind < 4; ++kind)
         for (int64_t at = 0; at < count;) {
+          const bool transpose = kind % 2, half = kind / 2;
           Arena arena(workspace);  // launches run one after the other, so they share the workspace
-          const ProjectLaunch next(table, count, first, padded, transpose, &at, arena);
+          const ProjectLaunch next(table, count, first, padded, transpose, half, &at, arena);
           if (next.table.count == 0) continue;
           nbytes = arena.nbytes() > nbytes ? arena.nbytes() : nbytes;
           if (!workspace) continue;
           if (next.tickets > 0) clear(next.first_ticket, next.tickets * int64_t(sizeof(uint32_t)), stream);
-          launch(stream, grid_of(unsigned(next.blocks)), kBlock,
-                 transpose ? project_kernel_for<true>(padded) : project_kernel_for<false>(padded), next.table);
+          const auto project = half ? transpose ? project_kernel_for<true, true> : project_kernel_for<false, true>
+                               : transpose ? project_kernel_for<true, false>
+                                           : project_kernel_for<false, false>;
+          launch(stream, grid_of(unsigned(next.blocks)), kBlock, project(padded), next.table);
         }
   return workspace ? 0 : nbytes;
 }
 
 void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t columns, int64_t rank, const float* from,
                      float* out, cudaStream_t stream) {
+  float *e = from ? out : nullptr, *product = from ? nullptr : out;
   expand(
-      1, [&](int64_t) { return ExpandEntry{rows, columns, rank, {p, q}, from, nullptr, out, {}, nullptr, false, 0}; },
+      1, [&](int64_t) { return ExpandEntry{rows, columns, rank, {p, q}, from, nullptr, e, {}, product, 0, 0, false}; },
       stream);
 }
 
@@ -141,9 +149,11 @@ void low_rank_apply_average(const AverageUpdate* table, int64_t count, cudaStrea
   const auto entry = [&](int64_t i) {
     const AverageUpdate& a = table[i];
     const Product average{a.p, a.q};
-    if (!a.e) return ExpandEntry{a.rows, a.columns, a.rank, average, nullptr, nullptr, a.m, {}, nullptr, false, 0};
+    const int32_t dtype = int32_t(a.dtype);
+    if (!a.e)
+      return ExpandEntry{a.rows, a.columns, a.rank, average, nullptr, nullptr, nullptr, {}, a.out, dtype, 0, false};
     const Product sent{a.sent_p, a.sent_q};
-    return ExpandEntry{a.rows, a.columns, a.rank, sent, a.m, a.number, a.e, average, a.m, false, 0};
+    return ExpandEntry{a.rows, a.columns, a.rank, sent, a.m, a.number, a.e, average, a.out, dtype, 0, false};
   };
   expand(count, entry, stream);
 }

@@ -21,32 +21,47 @@ GZ_DEVICE float4 sum_of(const float4& a, const float4& b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-// The gradient as products read it: m, or e after e += m.
+// The gradient as products read it: m, of the type `dtype`, or e after e += m.
 struct Gradient {
-  const float* m;
+  const void* m;
   float* e;  // or null
   int64_t rows, columns;
-  bool wide;  // rows of both start at multiples of 16 bytes
+  int32_t dtype;
+  bool wide;  // rows of both start at multiples of four elements
 };
+
+GZ_DEVICE void load_as(const float* x, float* value) { *value = *x; }
+GZ_DEVICE void load_as(const float* x, float4* value) { *value = *reinterpret_cast<const float4*>(x); }
+template <class T>
+GZ_DEVICE void load_as(const T* x, float* value) {
+  *value = load1(x);
+}
+template <class T>
+GZ_DEVICE void load_as(const T* x, float4* value) {
+  *value = load4(x);
+}
 
 // V is what a thread reads at a time: float4 if rows are wide, else float, so that no load is cut at the end of a row.
 // kTogether loads of m, and as many of e, are in flight: more would take more registers than four blocks have.
-template <class V, int kTogether>
-GZ_DEVICE void stage_rows(const Gradient& x, int64_t row, int64_t column, V* tile) {
+template <class V, int kTogether, class T>
+GZ_DEVICE void stage_rows(const Gradient& x, const T* m, int64_t row, int64_t column, V* tile) {
   constexpr int kWidth = int(sizeof(V) / sizeof(float)), kAcross = kLowRankTile / kWidth, kRows = kBlock / kAcross;
   constexpr int kStride = 4 * kLowRankStride / kWidth;
   const int y = int(threadIdx.x) / kAcross, across = int(threadIdx.x) % kAcross;
   row += y, column += kWidth * across;
   const int rows = column < x.columns ? int(x.rows - row < kLowRankTile ? x.rows - row : kLowRankTile) : 0;
   const int64_t step = kRows / kWidth * x.columns;  // of V
-  const V* m = reinterpret_cast<const V*>(x.m + row * x.columns + column);
-  V* e = x.e ? reinterpret_cast<V*>(x.e + row * x.columns + column) : nullptr;
+  m += row * x.columns + column;
+  V* e = sizeof(T) == sizeof(float) && x.e ? reinterpret_cast<V*>(x.e + row * x.columns + column) : nullptr;
   tile += y * kStride + across;
 #pragma unroll 1
   for (int first = 0; first < kLowRankTile; first += kTogether * kRows) {
     V value[kTogether];
 #pragma unroll
-    for (int u = 0; u < kTogether; ++u) value[u] = first + u * kRows < rows ? m[u * step] : V{};
+    for (int u = 0; u < kTogether; ++u) {
+      value[u] = V{};
+      if (first + u * kRows < rows) load_as(m + u * step * kWidth, value + u);
+    }
     if (e) {
       V old[kTogether];
 #pragma unroll
@@ -58,17 +73,27 @@ GZ_DEVICE void stage_rows(const Gradient& x, int64_t row, int64_t column, V* til
       }
       e += kTogether * step;
     }
-    m += kTogether * step;
+    m += kTogether * step * kWidth;
 #pragma unroll
     for (int u = 0; u < kTogether; ++u) tile[(first + u * kRows) * kStride] = value[u];
   }
 }
 
+// kHalf: whether m has 16-bit floats.
+template <bool kHalf>
 GZ_DEVICE void stage_gradient(const Gradient& x, int64_t row, int64_t column, float4* tile) {
-  if (x.wide)
-    stage_rows<float4, 4>(x, row, column, tile);
+  const auto stage = [&](auto* m) {
+    if (x.wide)
+      stage_rows<float4, 4>(x, m, row, column, tile);
+    else
+      stage_rows<float, 2>(x, m, row, column, reinterpret_cast<float*>(tile));
+  };
+  if (!kHalf)
+    stage(static_cast<const float*>(x.m));
+  else if (x.dtype == int32_t(Dtype::bfloat16))
+    stage(static_cast<const BFloat16*>(x.m));
   else
-    stage_rows<float, 2>(x, row, column, reinterpret_cast<float*>(tile));
+    stage(static_cast<const Float16*>(x.m));
 }
 
 // A factor of the gradient, (length, rank), of which one launch takes `count` <= kLowRankMost columns from `first` on.
@@ -129,8 +154,9 @@ struct ProjectTable {
 };
 static_assert(sizeof(ProjectTable) < 4000, "it fits the 4 KB that a kernel may have");
 
-template <int R, bool kTranspose>
-__global__ void __launch_bounds__(kBlock, R < 64 ? 4 : 3) project_kernel(ProjectTable table) {
+// With one block less for 16-bit floats, nothing is spilled.
+template <int R, bool kTranspose, bool kHalf>
+__global__ void __launch_bounds__(kBlock, (R < 64 ? 4 : 3) - kHalf) project_kernel(ProjectTable table) {
   using Share = LowRankShare<R>;
   constexpr int K = Share::K, A = Share::A, kOutputs = Share::kOutputs;
   __shared__ float4 tile[kLowRankTile * kLowRankStride];
@@ -153,7 +179,7 @@ __global__ void __launch_bounds__(kBlock, R < 64 ? 4 : 3) project_kernel(Project
   float acc[A][K] = {};
   for (int64_t t = tiles * part / parts; t < tiles * (part + 1) / parts; ++t) {
     const int64_t begin = t * kLowRankTile;
-    stage_gradient(x, kTranspose ? begin : output, kTranspose ? output : begin, tile);
+    stage_gradient<kHalf>(x, kTranspose ? begin : output, kTranspose ? output : begin, tile);
     stage_factor<R>(q, begin, factor);
     __syncthreads();
     const float* mine = factor + group * K;
@@ -266,6 +292,14 @@ struct ExpandTile {
 #pragma unroll
     for (int u = 0; u < 4; ++u) store4(to + at(u), value[u], left(u), wide);
   }
+  template <class T>
+  GZ_DEVICE void store(T* to, const float4 (&value)[4]) const {
+#pragma unroll
+    for (int u = 0; u < 4; ++u) {
+      const float four[4] = {value[u].x, value[u].y, value[u].z, value[u].w};
+      store4(to + at(u), int64_t(0), left(u), four);
+    }
+  }
   GZ_DEVICE void multiply(const Product& factors, int64_t rank, ProductStage& stage, float4 (&acc)[4]) const {
 #pragma unroll
     for (int u = 0; u < 4; ++u) acc[u] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -292,17 +326,18 @@ struct ExpandTile {
   }
 };
 
-// out = first, or from - first unless `from` is null; then m = second, unless m is null. If `number` is neither null nor
-// finite, from - first is not written.
+// e = from - first, unless `number` is neither null nor finite, and then, unless it is null, out = second; or out = first,
+// if `from` is null. `out` may be `from`.
 struct ExpandEntry {
   int64_t rows, columns, rank;
   Product first;
   const float *from, *number;
-  float* out;
+  float* e;
   Product second;
-  float* m;
-  bool wide;
+  void* out;
+  int32_t dtype;  // of `out`
   uint32_t first_block;
+  bool wide;  // rows of all that is float32 start at multiples of 16 bytes
 };
 struct ExpandTable {
   int32_t count;
@@ -312,7 +347,7 @@ static_assert(sizeof(ExpandTable) < 4000, "it fits the 4 KB that a kernel may ha
 
 __global__ void __launch_bounds__(kBlock) expand_product_kernel(ExpandTable table) {
   __shared__ ProductStage stage;
-  const auto [rows, columns, rank, first, from, number, out, second, m, wide, first_block] =
+  const auto [rows, columns, rank, first, from, number, e, second, out, dtype, first_block, wide] =
       table.entries[entry_of_block(table)];
   const ExpandTile tile(rows, columns, wide, blockIdx.x - first_block);
   float4 old[4], acc[4];
@@ -322,13 +357,11 @@ __global__ void __launch_bounds__(kBlock) expand_product_kernel(ExpandTable tabl
 #pragma unroll
     for (int u = 0; u < 4; ++u)
       old[u] = make_float4(old[u].x - acc[u].x, old[u].y - acc[u].y, old[u].z - acc[u].z, old[u].w - acc[u].w);
-    if (!number || !restores(__ldg(number))) tile.store(out, old);
-  } else {
-    tile.store(out, acc);
+    if (!number || !restores(__ldg(number))) tile.store(e, old);
+    if (!out) return;
+    if (second.p != first.p || second.q != first.q) tile.multiply(second, rank, stage, acc);
   }
-  if (!m) return;
-  if (second.p != first.p || second.q != first.q) tile.multiply(second, rank, stage, acc);
-  tile.store(m, acc);
+  typed_out(out, dtype, [&](auto* to) { tile.store(to, acc); });
 }
 
 }  // namespace gradzip::cuda

@@ -14,7 +14,7 @@ int64_t one_bit_packed(void* workspace, const OneBitSource* table, int64_t count
   int64_t blocks = 0, parts = 0, row_blocks = 0;
   for (int64_t i = 0; i < count; ++i) {
     const auto [x, rows, columns, key, packed, means] = table[i];
-    signs.push_back({x, rows * columns, key, packed});
+    signs.push_back({x, int64_t(Dtype::float32), rows * columns, key, packed});
     const int64_t segments = columns > 0 ? ceil_div(columns, kSumSegment) : 1, tasks = rows * segments;
     const int64_t rounds = std::clamp<int64_t>(kMostTile / (columns + 1), 1, 64);  // tasks of a team
     entries.push_back({table[i], segments, rounds, parts, blocks});

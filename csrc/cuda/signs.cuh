@@ -28,7 +28,7 @@ struct SignsPackEntry {
 __global__ void __launch_bounds__(kBlock)
     signs_pack_kernel(const SignsPackEntry* entries, int64_t count, const int64_t* replays, SignsPart* parts) {
   const SignsPackEntry entry = entries[entry_of_block(entries, count)];
-  const auto [x, n, key, packed] = entry.source;
+  const auto [x, dtype, n, key, packed] = entry.source;
   const int64_t segment = (blockIdx.x - entry.first_block) * (kBlock / kLanes) + warp();
   const int64_t end = n < (segment + 1) * kSumSegment ? n : (segment + 1) * kSumSegment;
   if (segment * kSumSegment >= n) return;
@@ -38,11 +38,13 @@ __global__ void __launch_bounds__(kBlock)
     uint32_t negative = 0, unsigned_ = 0;
     for (int j = 0; j < kLanes; j += 8) {
       uint32_t bits[8];
+      typed_in(x, dtype, [&, n = n](auto* from) {
 #pragma unroll
-      for (int u = 0; u < 8; ++u) {
-        const int64_t i = first + 32 * (j + u) + lane();
-        bits[u] = i < n ? float_bits(__ldg(x + i)) : 0u;
-      }
+        for (int u = 0; u < 8; ++u) {
+          const int64_t i = first + 32 * (j + u) + lane();
+          bits[u] = i < n ? float_bits(load1(from + i)) : 0u;
+        }
+      });
 #pragma unroll
       for (int u = 0; u < 8; ++u) {
         const uint32_t size = bits[u] & 0x7fffffffu;

@@ -62,21 +62,21 @@ int64_t transform_select(void* workspace, const TransformSource* table, int64_t 
   std::vector<Matrix> columns;
   int64_t most = 1;  // tiles
   for (int64_t i = 0; i < count; ++i) {
-    const auto [x, n, k, scratch, scratch_numel, bitmap, values] = table[i];
+    const auto [x, dtype, n, k, scratch, scratch_numel, bitmap, values] = table[i];
     const TransformLayout t = layout_of(code, n);
     const int64_t room = t.tiles * t.tile;
     auto* selection = arena.take<Selection>(1);
     auto* tiles = arena.take<SelectedTile>(t.tiles);
     auto* marks = arena.take<uint32_t>(room / t.group / 32);
     auto* candidates = scratch_numel >= room ? scratch : arena.take<float>(room);
-    selects.push_back({t, x, k, bitmap, values, workspace ? amax + i : nullptr, workspace ? states + i : nullptr,
+    selects.push_back({t, x, dtype, k, bitmap, values, workspace ? amax + i : nullptr, workspace ? states + i : nullptr,
                        selection, tiles, marks, candidates});
-    columns.push_back({const_cast<float*>(x), n, 1});
+    columns.push_back({static_cast<float*>(const_cast<void*>(x)), n, 1});
     most = std::max(most, t.tiles);
   }
   if (!workspace) return arena.nbytes();
   clear(states, count * int64_t(sizeof *states), stream);
-  if (layout_of(code, 0).group == 2) abs_max_columns(columns.data(), count, amax, stream);
+  if (layout_of(code, 0).group == 2) abs_max_columns(columns.data(), count, int(table[0].dtype), amax, stream);
   for_each_batch(selects, [&](const Batch<TransformSelect>& batch, unsigned some) {
     with_tile(code, [&](auto kind) {
       using T = typename decltype(kind)::Tile;

@@ -3,7 +3,7 @@
 //
 // A kernel takes the kind of tile that it works on: `Tile` has every transform, `RowTile` one. A block makes one. It has
 // open(i)                 chooses tile i
-// load(x)                 the elements of the tile at x
+// load(x, dtype, first)   the elements of the tile, from element `first` of x on
 // forward(), inverse()    from elements to coefficients, and back
 // clear()                 all coefficients are zero
 // store(to, add)          the elements of the tile, or adds them
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   T tile(t);
   for (unsigned i = blockIdx.x; i < t.tiles; i += gridDim.x) {
     tile.open(i);
-    tile.load(x + t.begin(i));
+    tile.load(x, int64_t(Dtype::float32), t.begin(i));
     tile.forward();
     float* to = coefficients + t.begin(i);
     tile.for_each_group([&](int v, float re, float im) {
@@ -82,8 +82,8 @@ GZ_DEVICE uint32_t transform_rank(int group, float re, float im, float scale) {
 
 struct TransformSelect {
   TransformLayout t;
-  const float* x;
-  int64_t k;
+  const void* x;
+  int64_t dtype, k;
   uint8_t* bitmap;
   float* values;
   const float* amax;  // of the data; used for pairs
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) transform_rank_kernel
   T tile(s.t);
   for (unsigned i = blockIdx.x; i < s.t.tiles; i += gridDim.x) {
     tile.open(i);
-    tile.load(s.x + s.t.begin(i));
+    tile.load(s.x, s.dtype, s.t.begin(i));
     tile.forward();
     tile.for_each_group([&](int, float re, float im) {
       const uint32_t m = transform_rank(tile.group(), re, im, scale);
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks) transform_collect_ker
   T tile(s.t);
   for (unsigned i = blockIdx.x; i < s.t.tiles; i += gridDim.x) {
     tile.open(i);
-    tile.load(s.x + s.t.begin(i));
+    tile.load(s.x, s.dtype, s.t.begin(i));
     tile.forward();
     tile.vote(votes, [&](float re, float im) {
       const uint32_t m = transform_rank(tile.group(), re, im, scale), bin = (m - first) >> Digit::kShift;

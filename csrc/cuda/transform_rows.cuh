@@ -107,8 +107,10 @@ struct RowTile {
   static constexpr int kChunk = kLength % 64 ? kLength : 32, kChunks = kLength / kChunk;
   static constexpr int kPitch = kChunk % 2 ? kChunk : kChunk + 4;
   static constexpr int kQuads = (kChunk + 3) / 4;  // of a lane
-  // Chunks to load at a time.
-  static constexpr int kBatch = kQuads < 8 && kHeld * kChunks % (8 / kQuads) == 0 ? 8 / kQuads : 1;
+  // Chunks to load at a time: up to kInFlight quads, which eight short rows leave too few registers for.
+  static constexpr int kInFlight = kLength == 8 ? 4 : 8;
+  static constexpr int kBatch =
+      kQuads < kInFlight && kHeld * kChunks % (kInFlight / kQuads) == 0 ? kInFlight / kQuads : 1;
   static constexpr int kRoom = kLanes * kPitch;
   static constexpr int kWindow = kThreads / kLanes * kRoom > 2048 ? kThreads / kLanes * kRoom : 2048;
   static_assert(kChunk % 4 == 0 || kPitch == kLength, "neighbouring elements are neighbours in shared memory");
@@ -143,7 +145,10 @@ struct RowTile {
   GZ_DEVICE static int warp_begin() { return warp() * kLanes * kLength; }
   // The vote about the rows r of this warp, among those about the same coefficient.
   GZ_DEVICE static int part(int r) { return r * (kThreads / kLanes) + warp(); }
-  GZ_DEVICE bool is_wide(const float* x) const { return count == kRows * kLength && aligned4(x); }
+  GZ_DEVICE bool is_wide(const void* x, int64_t dtype = int64_t(Dtype::float32)) const {
+    const int nbytes = dtype == int64_t(Dtype::float32) ? 16 : 8;
+    return count == kRows * kLength && reinterpret_cast<uintptr_t>(x) % nbytes == 0;
+  }
   GZ_DEVICE bool has_rest() const { return count > whole * kLength; }
   GZ_DEVICE bool has_rest_group() const { return whole * kGroups + int(threadIdx.x) < groups; }
 
@@ -164,39 +169,49 @@ struct RowTile {
   }
 
  public:
-  GZ_DEVICE void load(const float* x) {
+  GZ_DEVICE void load(const void* x, int64_t dtype, int64_t begin) {
     if constexpr (kLength == 1) {
+      typed_in(x, dtype, [&](auto* from) {
 #pragma unroll
-      for (int r = 0; r < kHeld; ++r) {
-        const int i = r * kThreads + int(threadIdx.x);
-        rows[r].element(0) = i < count ? __ldg(x + i) : 0.0f;
-      }
+        for (int r = 0; r < kHeld; ++r) {
+          const int i = r * kThreads + int(threadIdx.x);
+          rows[r].element(0) = i < count ? load1(from + begin + i) : 0.0f;
+        }
+      });
       return;
     }
-    const bool wide = is_wide(x);
+    const bool wide = is_wide(x, dtype), wide_floats = wide && dtype == int64_t(Dtype::float32);
     float* at = room();
-    const float* mine = x + (warp_begin() + offset(4 * lane()));
+    const auto mine = [&](int u) { return begin + (chunk_begin(u) + warp_begin() + offset(4 * lane())); };
 #pragma unroll
     for (int first = 0; first < kHeld * kChunks; first += kBatch) {
-      float4 quads[kBatch][kQuads];  // all loads in flight
-      if (wide) {
+      float4 quads[kBatch][kQuads];  // all loads in flight, of floats; others would take more registers
+      if (wide_floats) {
 #pragma unroll
         for (int u = 0; u < kBatch; ++u)
           for_each_quad([&](int i, int offset, int) {
-            quads[u][i] = __ldg(reinterpret_cast<const float4*>(mine + (chunk_begin(first + u) + offset)));
+            quads[u][i] = load4(static_cast<const float*>(x) + mine(first + u) + offset);
           });
       }
 #pragma unroll
       for (int u = 0; u < kBatch; ++u) {
-        if (wide) {
-          for_each_quad(
-              [&](int i, int, int to) { *reinterpret_cast<float4*>(at + place(4 * lane()) + to) = quads[u][i]; });
+        const auto put = [&](int to, const float4& quad) {
+          *reinterpret_cast<float4*>(at + place(4 * lane()) + to) = quad;
+        };
+        if (wide_floats) {
+          for_each_quad([&](int i, int, int to) { put(to, quads[u][i]); });
         } else {
+          typed_in(x, dtype, [&](auto* from) {
+            if (wide && sizeof(*from) == 2) {
+              for_each_quad([&](int, int offset, int to) { put(to, load4(from + mine(first + u) + offset)); });
+              return;
+            }
 #pragma unroll 1
-          for (int j = lane(); j < kLanes * kChunk; j += kLanes) {
-            const int e = chunk_begin(first + u) + warp_begin() + offset(j);
-            at[place(j)] = e < whole * kLength ? __ldg(x + e) : 0.0f;
-          }
+            for (int j = lane(); j < kLanes * kChunk; j += kLanes) {
+              const int e = chunk_begin(first + u) + warp_begin() + offset(j);
+              at[place(j)] = e < whole * kLength ? load1(from + begin + e) : 0.0f;
+            }
+          });
         }
         __syncwarp();
         for_each_own(first + u, [&](float& element, int i) { element = at[lane() * kPitch + i]; });
@@ -204,11 +219,13 @@ struct RowTile {
       }
     }
     if (has_rest()) {
+      typed_in(x, dtype, [&](auto* from) {
 #pragma unroll
-      for (int part = 0; part < kGroup; ++part) {
-        const int e = whole * kLength + kGroup * int(threadIdx.x) + part;
-        rest[part] = e < count ? __ldg(x + e) : 0.0f;
-      }
+        for (int part = 0; part < kGroup; ++part) {
+          const int e = whole * kLength + kGroup * int(threadIdx.x) + part;
+          rest[part] = e < count ? load1(from + begin + e) : 0.0f;
+        }
+      });
     }
   }
 

@@ -3,6 +3,7 @@
 
 #include "common/transform.h"
 #include "cuda/block/bitmap_tiles.cuh"
+#include "cuda/block/quads.cuh"
 #include "cuda/block/ranked_words.cuh"
 
 namespace gradzip::cuda {
@@ -134,13 +135,15 @@ struct Tile {
   GZ_DEVICE uint32_t bitmap_word(const RankedWord* votes, int w) const { return votes[w].word; }
   GZ_DEVICE uint32_t vote_of(const uint8_t* bitmap, int v) const { return load_word(bitmap, v, groups); }
 
-  GZ_DEVICE void load(const float* x) const {
+  GZ_DEVICE void load(const void* x, int64_t dtype, int64_t first) const {
     float value[kElementsPerThread];  // all loads in flight
+    typed_in(x, dtype, [&](auto* from) {
 #pragma unroll
-    for (int j = 0; j < kElementsPerThread; ++j) {
-      const int i = j * kTransformBlock + int(threadIdx.x);
-      value[j] = i < count ? __ldg(x + i) : 0.0f;
-    }
+      for (int j = 0; j < kElementsPerThread; ++j) {
+        const int i = j * kTransformBlock + int(threadIdx.x);
+        value[j] = i < count ? load1(from + first + i) : 0.0f;
+      }
+    });
     for_each_element([&](int j, int, int place) { z[place] = value[j]; });
   }
 

@@ -25,7 +25,7 @@ class Cast(Compressor):
             Horovod cannot average it, so it is sent as float32 there, which saves nothing.
     """
 
-    undone_on_device = True
+    undone_on_device = reads_half = True
 
     dtype: torch.dtype = torch.float16
 
@@ -39,7 +39,7 @@ class Cast(Compressor):
         return self.joined_shape(shape)
 
     def reduce(self, group: Group) -> Routine:
-        cast = group.vector.to(self.dtype)
+        cast = group.vector.to(self.dtype, copy=True)  # the collective may change it
         group.release_parts()
         average = yield Mean(cast)  # cast back where it is written
         if group.on_device:

@@ -81,6 +81,10 @@ class FFTRange(TransformCodec):
         self.check("block", valid, "None or an integer >= 2")
 
     @property
+    def reads_half(self) -> bool:  # type: ignore[override]
+        return self._transform is not _PAIRS and super().reads_half  # torch.fft takes float32
+
+    @property
     def _transform(self) -> ops.Transform:
         """The transform of the kernel, or pairs of numbers, which hold the spectra of torch.fft."""
         return _transform_of(self.block)

@@ -53,7 +53,7 @@ class LowRank(ErrorFeedback):
     """
 
     vectors = False
-    undone_on_device = remakes = True
+    undone_on_device = remakes = writes_half = True
 
     rank: int = 4
     error_feedback: bool = True
@@ -126,26 +126,29 @@ class LowRank(ErrorFeedback):
         state, parts, residual = group.state, group.parts, None
         if self.error_feedback:
             residual = state.residual = state.renewed("residual", parts[0], group.numel)
-        yield self._update(group, average, parts, residual)
-        group.write(parts)
+        outs = group.parts if group.gradients[0].dtype == torch.float32 else group.outs or group.parts
+        yield self._update(group, average, outs, parts, residual)
+        group.write(outs)
 
     def commit_held(self, group: Group, average: Factors, number: Tensor) -> Routine:
         if group.holds:
-            yield self._update(group, average, group.gradients, group.state.residual, number)
+            yield self._update(group, average, group.gradients, group.gradients, group.state.residual, number)
         else:
             yield from with_scratch(self._update_again(group, average, number), 4 * group.numel)
 
     def _update_again(self, group: Group, average: Factors, number: Tensor) -> Routine:
         yield from group.method.add_residual(group)
-        yield self._update(group, average, group.parts, group.state.residual, number)
-        group.write(group.parts)
+        outs = group.parts if group.gradients[0].dtype == torch.float32 else group.outs or group.parts
+        yield self._update(group, average, outs, group.parts, group.state.residual, number)
+        group.write(outs)
         group.release_parts()
 
     def _update(
-        self, group: Group, of: Factors, parts: Sequence[Tensor], residual: Tensor | None, number: Tensor | None = None
-    ) -> Local:
-        """Local work: write the residual, unless a number is not finite, and the average to the parts."""
-        update = groups.Update(of.matrices, parts, residual, of.sent_p, of.sent_q, of.p, of.q, number)
+        self, group: Group, of: Factors, outs: Sequence[Tensor], parts: Sequence[Tensor], residual: Tensor | None,
+        number: Tensor | None = None,
+    ) -> Local:  # fmt: skip
+        """Local work: write the residual of the parts, unless a number is not finite, and the average to the outs."""
+        update = groups.Update(of.matrices, outs, parts, residual, of.sent_p, of.sent_q, of.p, of.q, number)
         return Local(groups.apply_averages, group.device, update)
 
     def random_factor(self, group: Group, transpose: bool, step: int | None = None) -> Tensor:

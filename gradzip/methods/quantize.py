@@ -219,10 +219,7 @@ class TernGrad(ListCodec):
 
     def _largest(self, parts: Sequence[Tensor]) -> Tensor:
         """max |c_i| of each clipped part, float32. Not finite if the part is not, or its norm overflows."""
-        if parts[0].is_cuda and parts[0].dtype in ops.HALF:
-            largest = ops.largest_magnitudes(parts).float()
-        else:
-            largest = torch.cat(ops.abs_max_all(parts))
+        largest = torch.cat(ops.abs_max_all(parts))
         if self.clip is None:
             return largest
         norms = _norms(parts)

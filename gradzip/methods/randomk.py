@@ -71,10 +71,6 @@ class RandomK(ErrorFeedback):
     def unbiased(self) -> bool:  # type: ignore[override]
         return not self.error_feedback
 
-    @property
-    def reads_half(self) -> bool:  # type: ignore[override]
-        return not self.error_feedback  # what is compressed becomes the residual, float32
-
     def groups_by(self, shape: torch.Size) -> tuple[int, ...]:
         return self.joined_shape(shape)
 

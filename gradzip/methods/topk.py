@@ -253,7 +253,7 @@ class TopK(SparseCodec):
 
     @property
     def reads_half(self) -> bool:  # type: ignore[override]
-        return self.chunk is not None and not self.error_feedback  # what is compressed becomes the residual, float32
+        return self.chunk is not None and super().reads_half
 
     def num_kept(self, numel: int, step: int) -> int:
         return num_kept(theta_at(self.theta, step), self.chunk or numel)

@@ -29,7 +29,7 @@ def abs_max_tensor(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def abs_max_all(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return `abs_max_tensor` of each of several tensors on one device; on CUDA in one call.
+    """Return `abs_max_tensor` of each of several tensors of one type, on one device; on CUDA in one call.
 
     >>> abs_max_all([torch.tensor([1.0, -2.0]), torch.zeros(0)])
     [tensor([2.]), tensor([0.])]
@@ -42,7 +42,8 @@ def abs_max_all(tensors: Sequence[Tensor]) -> list[Tensor]:
 def abs_max_columns(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Return max |x| of each column of each matrix, NaN if one is NaN, in one call.
 
-    matrices: (n, r) each, float32, all on one device. Results: (r,) each, float32, adjacent in memory.
+    matrices: (n, r) each, float32, all on one device; or float16 or bfloat16, all of one type, with r = 1. Results:
+    (r,) each, float32, adjacent in memory.
 
     >>> abs_max_columns([torch.tensor([[1.0, -2.0], [0.0, 3.0]]), torch.zeros(0, 1)])
     [tensor([1., 3.]), tensor([0.])]
@@ -50,14 +51,17 @@ def abs_max_columns(matrices: Sequence[Tensor]) -> list[Tensor]:
     table = array("q")  # struct Matrix of csrc/common/orthogonalize.h
     kept: list[Tensor] = []
     for x in matrices:
-        x = _native.check(x, torch.float32, "abs_max_columns", device=kept[0].device if kept else None)
-        if x.dim() != 2:
-            raise ValueError(f"abs_max_columns: got a tensor of shape {tuple(x.shape)}, expected (n, r)")
+        dtypes, device = (kept[0].dtype, kept[0].device) if kept else (_native.FLOATS, None)
+        x = _native.check(x, dtypes, "abs_max_columns", device=device)
+        if x.dim() != 2 or (x.dtype != torch.float32 and x.shape[1] != 1):
+            expected = "(n, r)" if x.dtype == torch.float32 else "(n, 1)"
+            raise ValueError(f"abs_max_columns: got {x.dtype} of shape {tuple(x.shape)}, expected {expected}")
         kept.append(x)
         table.extend((x.data_ptr(), *x.shape))
     if not kept:
         return []
     columns = [x.shape[1] for x in kept]
     out = torch.empty(sum(columns), dtype=torch.float32, device=kept[0].device)
-    _native.run("abs_max_columns", kept[0], table.buffer_info()[0], len(kept), out.data_ptr())
+    dtype = _native.FLOATS.index(kept[0].dtype)
+    _native.run("abs_max_columns", kept[0], table.buffer_info()[0], len(kept), dtype, out.data_ptr())
     return list(out.split_with_sizes(columns))

@@ -49,7 +49,10 @@ def _starts(numels: np.ndarray) -> np.ndarray:
 
 
 class Projection(NamedTuple):
-    """`low_rank_project` of a group: parts += residual, then parts @ factor, or their transposes with `transpose`."""
+    """`low_rank_project` of a group: parts += residual, then parts @ factor, or their transposes with `transpose`.
+
+    The parts are of one type; float32, if there is a residual.
+    """
 
     matrices: Matrices
     parts: Sequence[Tensor]
@@ -65,24 +68,25 @@ def project(projections: Sequence[Projection]) -> list[Tensor]:
     outs = out.split_with_sizes(numels)
     tables = []
     for (matrices, parts, residual, factor, transpose), out in zip(projections, outs):
-        table = np.empty((len(matrices.rows), 8), np.int64)  # struct Projection of csrc/common/low_rank.h
+        table = np.empty((len(matrices.rows), 9), np.int64)  # struct Projection of csrc/common/low_rank.h
         given, computed = (matrices.p_at, matrices.q_at) if transpose else (matrices.q_at, matrices.p_at)
         own = list(map(methodcaller("data_ptr"), parts))
         table[:, 0] = own if residual is None else residual.data_ptr() + matrices.at
-        table[:, 1] = 0 if residual is None else own
-        table[:, 2], table[:, 3] = matrices.rows, matrices.columns
-        table[:, 4], table[:, 5], table[:, 6] = factor.data_ptr() + given, matrices.rank, transpose
-        table[:, 7] = out.data_ptr() + computed
+        table[:, 1], table[:, 2] = _native.FLOATS.index(parts[0].dtype), 0 if residual is None else own
+        table[:, 3], table[:, 4] = matrices.rows, matrices.columns
+        table[:, 5], table[:, 6], table[:, 7] = factor.data_ptr() + given, matrices.rank, transpose
+        table[:, 8] = out.data_ptr() + computed
         tables.append(table)
     _run_table("low_rank_project", outs[0], tables)
     return list(outs)
 
 
 class Update(NamedTuple):
-    """`low_rank_apply_average` of a group: residual = parts - sent_p sent_qT, then parts = p qT."""
+    """`low_rank_apply_average` of a group: residual = parts - sent_p sent_qT, then outs = p qT."""
 
     matrices: Matrices
-    parts: Sequence[Tensor]
+    outs: Sequence[Tensor]  # of one type
+    parts: Sequence[Tensor]  # with a residual: float32, which may be the outs
     residual: Tensor | None  # these are all flat
     sent_p: Tensor
     sent_q: Tensor
@@ -94,16 +98,20 @@ class Update(NamedTuple):
 def apply_averages(updates: Sequence[Update]) -> list[None]:
     """`low_rank_apply_average_all` for the matrices of several groups, in one call."""
     tables = []
-    for matrices, parts, residual, sent_p, sent_q, p, q, number in updates:
-        table = np.empty((len(matrices.rows), 10), np.int64)  # struct AverageUpdate of csrc/common/low_rank.h
-        table[:, 0] = list(map(methodcaller("data_ptr"), parts))
-        table[:, 1] = 0 if residual is None else residual.data_ptr() + matrices.at
+    for matrices, outs, parts, residual, sent_p, sent_q, p, q, number in updates:
+        table = np.empty((len(matrices.rows), 12), np.int64)  # struct AverageUpdate of csrc/common/low_rank.h
+        table[:, 0], table[:, 1] = list(map(methodcaller("data_ptr"), outs)), _native.FLOATS.index(outs[0].dtype)
+        if residual is None:
+            table[:, 2:4] = 0
+        else:
+            table[:, 2] = table[:, 0] if parts is outs else list(map(methodcaller("data_ptr"), parts))
+            table[:, 3] = residual.data_ptr() + matrices.at
         for column, (factor, at) in enumerate(
-            ((sent_p, matrices.p_at), (sent_q, matrices.q_at), (p, matrices.p_at), (q, matrices.q_at)), start=2
+            ((sent_p, matrices.p_at), (sent_q, matrices.q_at), (p, matrices.p_at), (q, matrices.q_at)), start=4
         ):
             table[:, column] = factor.data_ptr() + at
-        table[:, 6], table[:, 7], table[:, 8] = matrices.rows, matrices.columns, matrices.rank
-        table[:, 9] = 0 if number is None else number.data_ptr()
+        table[:, 8], table[:, 9], table[:, 10] = matrices.rows, matrices.columns, matrices.rank
+        table[:, 11] = 0 if number is None else number.data_ptr()
         tables.append(table)
     _run_table("low_rank_apply_average", updates[0].p, tables)
     return [None] * len(updates)
@@ -137,7 +145,7 @@ def abs_max_columns(factors: Sequence[Factor]) -> list[Tensor]:
     ranks = [factor.matrices.rank for factor in factors]
     numels = [len(factor.matrices.rows) * rank for factor, rank in zip(factors, ranks)]
     out = torch.empty(sum(numels), dtype=torch.float32, device=factors[0].flat.device)
-    _run_table("abs_max_columns", out, [factor.table for factor in factors], out.data_ptr())
+    _run_table("abs_max_columns", out, [factor.table for factor in factors], 0, out.data_ptr())
     return [part.view(-1, rank) for part, rank in zip(out.split_with_sizes(numels), ranks)]
 
 
@@ -220,9 +228,10 @@ def keys_of(keys: Sequence[int], counts: Sequence[int]) -> np.ndarray:
 
 
 def pack_signs(parts: Sequence[Tensor], keys: np.ndarray, outs: np.ndarray) -> Tensor:
-    """`ops.pack_signs_all` to the addresses `outs`. Returns the statistics, (parts, 2)."""
-    table = np.empty((len(parts), 4), np.uint64)  # struct SignsSource of csrc/common/signs.h
-    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = addresses(parts), numels(parts), keys, outs
+    """`ops.pack_signs_all` to the addresses `outs`. parts: of one type. Returns the statistics, (parts, 2)."""
+    table = np.empty((len(parts), 5), np.uint64)  # struct SignsSource of csrc/common/signs.h
+    table[:, 0], table[:, 1], table[:, 2] = addresses(parts), _native.FLOATS.index(parts[0].dtype), numels(parts)
+    table[:, 3], table[:, 4] = keys, outs
     statistics = torch.empty(2 * len(parts), dtype=torch.float32, device=parts[0].device)
     _run_table("signs_pack", statistics, [table], replays.address(statistics), statistics.data_ptr())
     return statistics.view(-1, 2)
@@ -306,13 +315,14 @@ def decode_sums(
 
 
 def abs_max(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """`ops.abs_max_tensor` of each tensor. Those of float32 on CUDA take one call."""
-    if not tensors[0].is_cuda or tensors[0].dtype != torch.float32:
+    """`ops.abs_max_tensor` of each tensor, all of one type. Those on CUDA take one call."""
+    if not tensors[0].is_cuda:
         return list(map(abs_max_tensor, tensors))
     most = torch.empty(len(tensors), dtype=torch.float32, device=tensors[0].device)
     rows = [(x.data_ptr(), x.numel(), 1) for x in tensors]
     table = np.array(rows, np.int64)  # struct Matrix of csrc/common/orthogonalize.h
-    _native.run("abs_max_columns", most, table.__array_interface__["data"][0], len(rows), most.data_ptr())
+    dtype = _native.FLOATS.index(tensors[0].dtype)
+    _native.run("abs_max_columns", most, table.__array_interface__["data"][0], len(rows), dtype, most.data_ptr())
     return most.split_with_sizes([1] * len(rows))
 
 
@@ -369,9 +379,10 @@ def transform_select(
     xs: Sequence[Tensor], code: int, ks: Sequence[int], bitmaps: Sequence[Tensor], values: Sequence[Tensor],
     scratch: Sequence[Tensor],
 ) -> None:  # fmt: skip
-    """`ops.transform_select` of each vector."""
+    """`ops.transform_select` of each vector. xs: of one type."""
+    dtype = _native.FLOATS.index(xs[0].dtype)
     rows = [
-        (x.data_ptr(), x.numel(), k, room.data_ptr(), room.numel(), bitmap.data_ptr(), to.data_ptr())
+        (x.data_ptr(), dtype, x.numel(), k, room.data_ptr(), room.numel(), bitmap.data_ptr(), to.data_ptr())
         for x, k, room, bitmap, to in zip(xs, ks, scratch, bitmaps, values)
     ]
     table = np.array(rows, np.int64)  # struct TransformSource of csrc/common/transform.h

@@ -3,8 +3,8 @@
 M is n x m, its factors P n x r and Q m x r. Vogels et al., PowerSGD, NeurIPS 2019, Algorithms 1 and 2; Zhang et al.,
 ACP-SGD, ICDCS 2023, Algorithm 2. Each sum runs in one fixed order, of fused multiply-adds, so results have the same
 bits for any number of threads, SIMD level or device: ranks that expand the same factors get the same gradient. The one
-exception is `low_rank_project`, whose sums run in another order on CUDA. All tensors are float32 and on one device;
-nothing waits for it.
+exception is `low_rank_project`, whose sums run in another order on CUDA. All tensors are float32, unless said
+otherwise, and on one device; nothing waits for it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from . import _native
 
 
 def _matrix(
-    x: Tensor, what: str, rows: int | None = None, columns: int | None = None, device: torch.device | None = None
-) -> Tensor:
-    x = _native.check(x, torch.float32, what, device=device)
+    x: Tensor, what: str, rows: int | None = None, columns: int | None = None, device: torch.device | None = None,
+    dtype: _native.Dtypes = torch.float32,
+) -> Tensor:  # fmt: skip
+    x = _native.check(x, dtype, what, device=device)
     if x.dim() != 2 or rows not in (None, x.shape[0]) or columns not in (None, x.shape[1]):
         expected = f"({'n' if rows is None else rows}, {'r' if columns is None else columns})"
         raise ValueError(f"{what}: got shape {tuple(x.shape)}, expected {expected}")
@@ -48,8 +49,9 @@ def low_rank_project(
 ) -> Tensor:
     """Compute e += m, then return e @ factor, or eᵀ @ factor with `transpose`, in one pass over m and e.
 
-    m, e: (n, m); e is changed in place; if e is None, m itself is projected. factor: (m, r), or (n, r) with
-    `transpose`. Returns (n, r), or (m, r) with `transpose`, in `out` if given. The factor must not overlap out.
+    m, e: (n, m); e is changed in place; if e is None, m itself is projected, which may be float16 or bfloat16. factor:
+    (m, r), or (n, r) with `transpose`. Returns (n, r), or (m, r) with `transpose`, in `out` if given. The factor must
+    not overlap out.
 
     >>> m, e = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 1.0]])
     >>> low_rank_project(m, e, torch.tensor([[1.0], [10.0]])).tolist(), e.tolist()
@@ -72,10 +74,10 @@ def low_rank_project_all(projections: Sequence[Projection]) -> list[Tensor]:
 
 
 def _project(projections: Sequence[Projection], out: Tensor | None) -> list[Tensor]:
-    table = _native.Table("<QQqqQqqQ")  # struct Projection of csrc/common/low_rank.h
+    table = _native.Table("<QqQqqQqqQ")  # struct Projection of csrc/common/low_rank.h
     outs, changed = [], []
     for m, e, factor, transpose in projections:
-        m = _matrix(m, "low_rank_project: m", device=table.device)
+        m = _matrix(m, "low_rank_project: m", device=table.device, dtype=_native.FLOATS if e is None else torch.float32)
         rows, columns = m.shape
         if e is not None:
             changed.append(_in_place(e, "low_rank_project: e", rows, columns, m.device))
@@ -84,7 +86,7 @@ def _project(projections: Sequence[Projection], out: Tensor | None) -> list[Tens
         if rank == 0:
             raise ValueError("low_rank_project: factor: got 0 columns, expected at least 1")
         outs.append(_output(out, "low_rank_project: out", columns if transpose else rows, rank, m.device))
-        table.add(m, e, rows, columns, factor, rank, transpose, outs[-1])
+        table.add(m, _native.FLOATS.index(m.dtype), e, rows, columns, factor, rank, transpose, outs[-1])
     _native.check_distinct(changed, "low_rank_project: e")
     table.run("low_rank_project")
     return outs
@@ -93,7 +95,8 @@ def _project(projections: Sequence[Projection], out: Tensor | None) -> list[Tens
 def low_rank_apply_average_all(updates: Sequence[AverageUpdate], number: Tensor | None = None) -> None:
     """Set e = m - sent_p @ sent_qᵀ (the new residual), then m = p @ qᵀ (the average gradient), each in one pass.
 
-    updates: (m, e, sent_p, sent_q, p, q) of each matrix. m, e: (n, m), in place; e is not read, and may be None.
+    updates: (m, e, sent_p, sent_q, p, q) of each matrix. m, e: (n, m), in place; e is not read, and may be None: m,
+    which may be float16 or bfloat16 then, is not read either, and rounded once.
     sent_p, p: (n, r); sent_q, q: (m, r). The factors sent may be p and q themselves; if both are, one product is
     computed. m gets the bits of `low_rank_expand(p, q)`. No m or e may overlap another tensor.
 
@@ -105,11 +108,12 @@ def low_rank_apply_average_all(updates: Sequence[AverageUpdate], number: Tensor 
     >>> m.tolist(), e.tolist()
     ([[1.0, 1.0]], [[1.0, 1.0]])
     """
-    table = _native.Table("<QQQQQQqqqQ")  # struct AverageUpdate of csrc/common/low_rank.h
+    table = _native.Table("<QqQQQQQQqqqQ")  # struct AverageUpdate of csrc/common/low_rank.h
     changed = []
     for m, e, sent_p, sent_q, p, q in updates:
-        changed.append(_native.in_place(m, torch.float32, "low_rank_apply_average: m", device=table.device))
-        m = _matrix(m, "low_rank_apply_average: m")
+        dtypes = _native.FLOATS if e is None else torch.float32
+        changed.append(_native.in_place(m, dtypes, "low_rank_apply_average: m", device=table.device))
+        m = _matrix(m, "low_rank_apply_average: m", dtype=dtypes)
         rows, columns = m.shape
         if e is not None:
             changed.append(_in_place(e, "low_rank_apply_average: e", rows, columns, m.device))
@@ -120,7 +124,7 @@ def low_rank_apply_average_all(updates: Sequence[AverageUpdate], number: Tensor 
         sent_q = _matrix(sent_q, "low_rank_apply_average: sent_q", columns, rank, m.device)
         if number is not None:
             number = _native.check(number, torch.float32, "low_rank_apply_average: number", 1, m.device)
-        table.add(m, e, sent_p, sent_q, p, q, rows, columns, rank, number)
+        table.add(m, _native.FLOATS.index(m.dtype), m, e, sent_p, sent_q, p, q, rows, columns, rank, number)
     _native.check_distinct(changed, "low_rank_apply_average: m, e")
     table.run("low_rank_apply_average")
 

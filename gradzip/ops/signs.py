@@ -21,7 +21,8 @@ _MOST_VOTERS = 65535
 def pack_signs(x: Tensor, key: int = 0, out: Tensor | None = None) -> Tensor:
     """Return the signs of x: bit i % 8 of byte i // 8 is set if element i is negative.
 
-    x: n elements, any shape, float32. Returns uint8 of ceil(n / 8), in `out` if given; spare bits are 0.
+    x: n elements, any shape, float32, float16 or bfloat16. Returns uint8 of ceil(n / 8), in `out` if given; spare bits
+    are 0.
 
     0, -0 and NaN have no sign: a fair coin decides, coin i being bit i % 32 of draw i // 32 of `key`. So zeros are not
     biased to either sign, on average over elements, steps and ranks (give each its own key). Deterministic. Does not
@@ -30,7 +31,7 @@ def pack_signs(x: Tensor, key: int = 0, out: Tensor | None = None) -> Tensor:
     >>> pack_signs(torch.tensor([-1.0, 2.0, -3.0])).tolist()
     [5]
     """
-    x = _native.check(x, torch.float32, "pack_signs: x")
+    x = _native.check(x, _native.FLOATS, "pack_signs: x")
     out = _native.output(out, bitmap_nbytes(x.numel()), torch.uint8, x.device, "pack_signs: out")
     _pack([(x, key, out)], None)
     return out
@@ -55,11 +56,12 @@ def pack_signs_all(sources: Sequence[tuple[Tensor, int, Tensor]]) -> list[Tensor
 
 
 def _pack(sources: Sequence[tuple[Tensor, int, Tensor]], statistics: Tensor | None) -> None:
-    table = _native.Table("<QqQQ")  # struct SignsSource of csrc/common/signs.h
+    table = _native.Table("<QqqQQ")  # struct SignsSource of csrc/common/signs.h
     for x, key, out in sources:
-        x = _native.check(x, torch.float32, "pack_signs: x", device=table.device)
+        x = _native.check(x, _native.FLOATS, "pack_signs: x", device=table.device)
         _native.in_place(out, torch.uint8, "pack_signs: out", bitmap_nbytes(x.numel()), x.device)
-        table.add(x, x.numel(), _native.check_key(key, "pack_signs"), out)
+        dtype, key = _native.FLOATS.index(x.dtype), _native.check_key(key, "pack_signs")
+        table.add(x, dtype, x.numel(), key, out)
     table.run("signs_pack", table.replays, _native.address(statistics))
 
 

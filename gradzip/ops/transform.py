@@ -157,13 +157,13 @@ def transform_select(
 ) -> tuple[Tensor, Tensor]:
     """Return (bitmap, values) of the k groups of coefficients of largest magnitude.
 
-    x: n elements, float32. bitmap: uint8 of ceil(groups / 8), in the order of `transform`; of equal magnitudes, the
-    first are kept. values: float32 of k * group: of each tile, the kept coefficients in order (complex ones: real
-    parts, then imaginary parts). bitmap and values: outputs, in place if given. scratch: float32;
+    x: n elements, float32, float16 or bfloat16. bitmap: uint8 of ceil(groups / 8), in the order of `transform`; of
+    equal magnitudes, the first are kept. values: float32 of k * group: of each tile, the kept coefficients in order
+    (complex ones: real parts, then imaginary parts). bitmap and values: outputs, in place if given. scratch: float32;
     `transform_scratch_numel` elements save allocating memory, and a second read of x on a CPU. Deterministic. Does not
     wait for the device.
     """
-    x = _native.check(x, torch.float32, "transform_select: x")
+    x = _native.check(x, _native.FLOATS, "transform_select: x")
     count = transform.groups(x.numel())
     if not 1 <= k <= count:
         raise ValueError(f"transform_select: got k = {k}, expected 1 to {count}, the number of groups")

@@ -109,5 +109,5 @@ def test_columns():
     wanted = [np.max(np.abs(m.numpy()), axis=0, initial=0.0).tolist() for m in matrices]
     assert got == [tuple(map(repr, of_matrix)) for of_matrix in wanted]
     assert abs_max_columns([]) == []
-    with pytest.raises(ValueError, match=r"abs_max_columns: got a tensor of shape \(3,\), expected \(n, r\)"):
+    with pytest.raises(ValueError, match=r"abs_max_columns: got torch.float32 of shape \(3,\), expected \(n, r\)"):
         abs_max_columns([torch.ones(2, 2), torch.ones(3)])

@@ -35,7 +35,12 @@ def test_readers_see_the_float32_numbers(dtype):
             error = torch.empty(x.numel())
             yield torch.nan_to_num(ops.abs_max_tensor(x), 7.0)  # NaN has other bits
             yield ops.natural_encode(x[x.isfinite()], 5)[0]  # others have any code
+            yield torch.nan_to_num(ops.abs_max_columns([x.view(-1, 1)])[0], 7.0)
             yield ops.ternary_packed(x, 20.0, 15.0, 5)
+            yield ops.pack_signs(x, 5)
+            packed = torch.empty(ops.bitmap_nbytes(x.numel()), dtype=torch.uint8)
+            yield torch.nan_to_num(ops.pack_signs_all([(x, 5, packed)])[0], 7.0)
+            yield packed
             for k, chunk in ((7, 96), (61, 4096), (4096, 4096)):
                 yield ops.chunk_topk(x, k, chunk)[1]
                 yield ops.chunk_topk(x[x.isfinite()], k, chunk)[0]  # which NaN is the largest depends on its bits
@@ -52,6 +57,55 @@ def test_readers_see_the_float32_numbers(dtype):
 
         got = same_everywhere(lambda x=x: tuple(of(x)))
         assert all(map(same, got, of(wide)))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("numel", [9000, 63487, 300001])
+def test_coefficients_are_those_of_the_float32_numbers(numel, dtype):
+    """Of tiles and, of many elements, of a sample first; at odd addresses."""
+    x = torch.randn(numel + 1, generator=torch.Generator().manual_seed(numel)).to(dtype)[1:]
+    for transform in (
+        ops.Transform.dct(),
+        ops.Transform.dct(3, 3),
+        ops.Transform.fourier(64),
+        ops.Transform.fourier(8),
+    ):
+        k = transform.groups(numel) // 9
+        scratch = torch.empty(ops.transform_scratch_numel(numel, transform, k, x.device))
+
+        def select(x, transform=transform, k=k, scratch=scratch):
+            return ops.transform_select(x, transform, k, scratch=scratch)
+
+        assert all(map(same, same_everywhere(lambda: select(x)), select(x.float())))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("rank", [1, 3, 17])
+def test_low_rank_products(rank, dtype):
+    """Of matrices of several blocks, at odd addresses; averages are rounded once, also with a residual."""
+    generator = torch.Generator().manual_seed(rank)
+    for rows, columns in ((70, 300), (1, 33), (513, 47), (3, 2500)):
+        m = torch.randn(rows * columns + 1, generator=generator).to(dtype)[1:].view(rows, columns)
+        p, q = torch.randn(rows, rank, generator=generator), torch.randn(columns, rank, generator=generator)
+
+        def projected(m=m, p=p, q=q):
+            return ops.low_rank_project(m, None, q), ops.low_rank_project(m, None, p, transpose=True)
+
+        assert all(map(same, same_everywhere(projected), projected(m.float())))
+
+        def averaged(m=m, p=p, q=q):
+            out, of_group, residual = m.clone(), m.clone(), torch.empty(m.shape)
+            ops.low_rank_apply_average_all([(out, None, p, q, p, q)])
+            update = groups.Update(
+                groups.Matrices([m.shape], rank), [of_group], [m.float()], residual, -p, q, p, q, None
+            )
+            groups.apply_averages([update])
+            return out, of_group, residual
+
+        product = ops.low_rank_expand(p, q)
+        out, of_group, residual = same_everywhere(averaged)
+        assert same(out, product.to(dtype)) and same(of_group, product.to(dtype))
+        assert same(residual, m.float() - ops.low_rank_expand(-p, q))
 
 
 @pytest.mark.parametrize("dtype", HALF)

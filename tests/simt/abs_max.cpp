@@ -23,8 +23,26 @@ static void test() {
     }
 }
 
+// Vectors, as matrices of one column, in one call.
+template <class T>
+static void test_vectors() {
+  std::vector<simt::Buffer<T>> vectors;
+  std::vector<Matrix> matrices;
+  for (int64_t n : {0, 1, 2, 5, 33, 1023, 9001})
+    for (simt::Kind kind : simt::kKinds) {
+      vectors.emplace_back(simt::as<T>(simt::data(kind, n)), n % 4);
+      matrices.push_back({reinterpret_cast<float*>(vectors.back().get()), n, 1});
+    }
+  const auto count = int64_t(matrices.size());
+  const simt::Buffer<float> expected(count), most(count);
+  cpu::abs_max_columns(matrices.data(), count, dtype_of(vectors[0]), expected, 1);
+  cuda::abs_max_columns(matrices.data(), count, dtype_of(vectors[0]), most, nullptr);
+  simt::expect_equal(most.get(), expected.get(), count, "abs_max_columns of vectors");
+}
+
 int main() {
   test<float>(), test<BFloat16>(), test<Float16>();
+  test_vectors<float>(), test_vectors<BFloat16>(), test_vectors<Float16>();
 
   // The columns of several matrices, in one call.
   std::vector<simt::Buffer<float>> buffers;
@@ -39,7 +57,7 @@ int main() {
         columns_of_all += columns;
       }
   const simt::Buffer<float> expected(columns_of_all), most(columns_of_all);
-  cpu::abs_max_columns(matrices.data(), int64_t(matrices.size()), expected, 1);
-  cuda::abs_max_columns(matrices.data(), int64_t(matrices.size()), most, nullptr);
+  cpu::abs_max_columns(matrices.data(), int64_t(matrices.size()), 0, expected, 1);
+  cuda::abs_max_columns(matrices.data(), int64_t(matrices.size()), 0, most, nullptr);
   simt::expect_equal(most.get(), expected.get(), columns_of_all, "abs_max_columns");
 }

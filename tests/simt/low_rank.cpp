@@ -30,9 +30,60 @@ static void expect_close(const Floats& got, const Floats& x, int64_t rows, int64
 }
 
 // A table of one matrix.
-static Projection projection(const float* m, float* e, int64_t rows, int64_t columns, const float* factor, int64_t rank,
+template <class T>
+static Projection projection(const T* m, float* e, int64_t rows, int64_t columns, const float* factor, int64_t rank,
                              bool transpose, float* out) {
-  return {m, e, rows, columns, factor, rank, transpose, out};
+  return {m, dtype_of(m), e, rows, columns, factor, rank, transpose, out};
+}
+
+// 16-bit floats are read as the float32 numbers, and products are written to them rounded.
+template <class T>
+static void test_half(int64_t rows, int64_t columns, int64_t rank, int64_t skip) {
+  const auto values = simt::data(simt::Kind::normal, rows * columns);
+  const simt::Buffer<T> m(simt::as<T>(values), skip);
+  const Floats p(simt::data(simt::Kind::normal, rows * rank)), q(simt::data(simt::Kind::ties, columns * rank), 1);
+  std::vector<float> wide;
+  for (const T value : simt::as<T>(values)) wide.push_back(to_float(value));
+  const Floats x(wide, skip), product(rows * columns), less(rows * columns);
+  for (bool transpose : {false, true}) {
+    const int64_t outputs = transpose ? columns : rows;
+    const Floats& factor = transpose ? p : q;
+    const auto expect_same = [&](auto project) {
+      const Floats expected(outputs * rank), out(outputs * rank);
+      project(projection(x.get(), nullptr, rows, columns, factor, rank, transpose, expected));
+      project(projection(m.get(), nullptr, rows, columns, factor, rank, transpose, out));
+      simt::expect_equal(out.get(), expected.get(), out.size(), "low_rank_project of 16-bit floats");
+    };
+    expect_same([](const Projection& table) { cpu::low_rank_project(&table, 1, 1); });
+    simt::in_any_order(rows * columns, [&] {
+      expect_same([](const Projection& table) { simt::call(cuda::low_rank_project, &table, 1); });
+    });
+  }
+  cpu::low_rank_expand(p, q, rows, columns, rank, nullptr, product, 1);
+  cpu::low_rank_expand(p, q, rows, columns, rank, x, less, 1);
+  const auto rounded = simt::as<T>(std::vector<float>(product.get(), product.get() + product.size()));
+  for (bool has_e : {true, false}) {
+    const auto expect_rounded = [&](auto apply) {
+      const simt::Buffer<T> out(rows * columns, skip);
+      const Floats e(rows * columns);
+      const AverageUpdate table{out, dtype_of(out), has_e ? x.get() : nullptr, has_e ? e.get() : nullptr,
+                                p,   q,             p,                         q,
+                                rows, columns,      rank,                      nullptr};
+      apply(&table);
+      simt::expect_equal(out.get(), rounded.data(), out.size(), "low_rank_apply_average to 16-bit floats");
+      if (has_e) simt::expect_equal(e.get(), less.get(), e.size(), "low_rank_apply_average to 16-bit floats: e");
+    };
+    expect_rounded([](const AverageUpdate* table) { cpu::low_rank_apply_average(table, 1, 1); });
+    simt::in_any_order(rows * columns, [&] {
+      expect_rounded([](const AverageUpdate* table) { cuda::low_rank_apply_average(table, 1, nullptr); });
+    });
+  }
+}
+
+// A table of one update of m in place.
+static AverageUpdate update(float* m, float* e, const float* sent_p, const float* sent_q, const float* p,
+                            const float* q, int64_t rows, int64_t columns, int64_t rank, const float* number) {
+  return {m, 0, m, e, sent_p, sent_q, p, q, rows, columns, rank, number};
 }
 
 // A number that is not finite leaves e as it is; without e, nobody reads it. m gets its product anyway.
@@ -43,13 +94,13 @@ static void test_number(int64_t rows, int64_t columns, int64_t rank, int64_t ski
   const Floats sent(simt::data(simt::Kind::sparse, rows * rank)), product(rows * columns);
   const Floats without(values), error(residual);
   cpu::low_rank_expand(p, q, rows, columns, rank, nullptr, product, 1);
-  const AverageUpdate plain{without, error, sent, q, p, q, rows, columns, rank, nullptr};
+  const auto plain = update(without, error, sent, q, p, q, rows, columns, rank, nullptr);
   cpu::low_rank_apply_average(&plain, 1, 1);
   for (float value : {0.0f, -1.0f, 3e38f, INFINITY, -INFINITY, NAN, -NAN})
     for (bool has_e : {true, false})
       for (bool on_cpu : {true, false}) {
         const Floats x(values, skip), e(residual, skip), number(std::vector<float>{value});
-        const AverageUpdate table{x, has_e ? e.get() : nullptr, sent, q, p, q, rows, columns, rank, number};
+        const auto table = update(x, has_e ? e.get() : nullptr, sent, q, p, q, rows, columns, rank, number);
         on_cpu ? cpu::low_rank_apply_average(&table, 1, 1) : cuda::low_rank_apply_average(&table, 1, nullptr);
         const float* expected = has_e && std::isfinite(value) ? error.get() : residual.data();
         simt::expect_equal(e.get(), expected, e.size(), "low_rank_apply_average with a number: e");
@@ -65,12 +116,12 @@ static void test(int64_t rows, int64_t columns, int64_t rank, int64_t skip) {
   for (bool transpose : {false, true}) {
     const int64_t outputs = transpose ? columns : rows;
     const Floats &factor = transpose ? p : q, sum(residual), ignored(outputs * rank), first(outputs * rank);
-    const auto on_cpu = projection(m, sum, rows, columns, factor, rank, transpose, ignored);
+    const auto on_cpu = projection(m.get(), sum, rows, columns, factor, rank, transpose, ignored);
     cpu::low_rank_project(&on_cpu, 1, 1);
     bool again = false;
     simt::in_any_order(rows * columns, [&] {
       const Floats e(residual, skip), out(outputs * rank);
-      const auto table = projection(m, e, rows, columns, factor, rank, transpose, out);
+      const auto table = projection(m.get(), e, rows, columns, factor, rank, transpose, out);
       simt::call(cuda::low_rank_project, &table, 1);
       simt::expect_equal(e.get(), sum.get(), rows * columns, "low_rank_project: e");
       if (!again) expect_close(out, sum, rows, columns, factor, rank, transpose);
@@ -79,7 +130,7 @@ static void test(int64_t rows, int64_t columns, int64_t rank, int64_t skip) {
       simt::expect_equal(out.get(), first.get(), out.size(), "low_rank_project in another order");
     });
     const Floats out(outputs * rank);
-    const auto table = projection(sum, nullptr, rows, columns, factor, rank, transpose, out);
+    const auto table = projection(sum.get(), nullptr, rows, columns, factor, rank, transpose, out);
     simt::call(cuda::low_rank_project, &table, 1);
     simt::expect_equal(out.get(), first.get(), out.size(), "low_rank_project without e");
   }
@@ -97,17 +148,19 @@ static void test(int64_t rows, int64_t columns, int64_t rank, int64_t skip) {
 
   for (const float* sent : {p.get(), sent_p.get()}) {
     const Floats gradient(values), kept(rows * columns);
-    const AverageUpdate on_cpu{gradient, kept, sent, q, p, q, rows, columns, rank, nullptr};
+    const auto on_cpu = update(gradient, kept, sent, q, p, q, rows, columns, rank, nullptr);
     cpu::low_rank_apply_average(&on_cpu, 1, 1);
     simt::in_any_order(rows * columns, [&] {
       const Floats x(values, skip), e(rows * columns, skip);
-      const AverageUpdate table{x, e, sent, q, p, q, rows, columns, rank, nullptr};
+      const auto table = update(x, e, sent, q, p, q, rows, columns, rank, nullptr);
       cuda::low_rank_apply_average(&table, 1, nullptr);
       simt::expect_equal(e.get(), kept.get(), e.size(), "low_rank_apply_average: e");
       simt::expect_equal(x.get(), gradient.get(), x.size(), "low_rank_apply_average: m");
     });
   }
   test_number(rows, columns, rank, skip);
+  test_half<BFloat16>(rows, columns, rank, skip);
+  test_half<Float16>(rows, columns, rank, skip);
 }
 
 // Several matrices, of several sizes and both directions, in one table.
@@ -130,7 +183,7 @@ static void test_table() {
     const auto p = simt::data(simt::Kind::normal, rows * rank), q = simt::data(simt::Kind::ties, columns * rank);
     for (auto* to : {&one_by_one, &updates}) {
       float *const at_p = keep(p, 0), *const at_q = keep(q, 0);
-      to->push_back({keep(m, i), keep(e, i), at_p, at_q, at_p, at_q, rows, columns, rank, nullptr});
+      to->push_back(update(keep(m, i), keep(e, i), at_p, at_q, at_p, at_q, rows, columns, rank, nullptr));
     }
     ++i;
   }

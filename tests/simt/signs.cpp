@@ -11,18 +11,19 @@ using Floats = simt::Buffer<float>;
 
 static int64_t nbytes_of(int64_t n) { return (n + 7) / 8; }
 
-static void test_pack(const std::vector<Floats>& tensors) {
+template <class T>
+static void test_pack(const std::vector<simt::Buffer<T>>& tensors) {
   const int64_t count = int64_t(tensors.size());
   int64_t all = 0;
-  for (const Floats& x : tensors) all += x.size();
+  for (const auto& x : tensors) all += x.size();
   const int64_t* const replays = simt::replays_for(all);
   // Of each tensor, and with the statistics of all.
   const auto pack_with = [&](auto kernel, const std::vector<Bits>* expected) {
     std::vector<Bits> packed;
     std::vector<SignsSource> table;
-    for (const Floats& x : tensors) {
+    for (const auto& x : tensors) {
       packed.emplace_back(nbytes_of(x.size()), expected ? int64_t(packed.size()) % 5 : 0);
-      table.push_back({x, x.size(), 5 + uint64_t(packed.size()), packed.back()});
+      table.push_back({x, dtype_of(x), x.size(), 5 + uint64_t(packed.size()), packed.back()});
     }
     kernel(table.data());
     for (size_t i = 0; expected && i < packed.size(); ++i)
@@ -123,14 +124,22 @@ static void test_majority(const std::vector<int64_t>& sizes, int voters) {
   });
 }
 
+template <class T>
+static std::vector<simt::Buffer<T>> one(const std::vector<T>& x, int64_t skip) {
+  std::vector<simt::Buffer<T>> buffers;
+  buffers.emplace_back(x, skip);
+  return buffers;
+}
+
 int main() {
-  test_pack({});
+  test_pack<float>({});
   std::vector<Floats> several;
   for (int64_t n : simt::kSizes) {
     for (simt::Kind kind : simt::kKinds) {
-      std::vector<Floats> one;
-      one.emplace_back(simt::data(kind, n), n % 4);
-      test_pack(one);
+      const std::vector<float> x = simt::data(kind, n);
+      test_pack(one(x, n % 4));
+      test_pack(one(simt::as<BFloat16>(x), n % 4));
+      test_pack(one(simt::as<Float16>(x), n % 3));
     }
     if (n < 70000) several.emplace_back(simt::data(simt::Kind::ties, n), n % 3);
     for (int64_t terms : {0, 1, 4}) test_decode_add({n}, terms);

@@ -58,20 +58,22 @@ static void test_transform(uint32_t code, int64_t n, simt::Kind kind) {
 }
 
 // With scratch memory for all groups, or without.
+template <class T = float>
 static void test_select(uint32_t code, const std::vector<float>& data, int64_t k, const char* what, bool scratch,
                         bool finite = true) {
   const auto n = int64_t(data.size());
   const TransformLayout t = layout_of(code, n);
   const int64_t nbytes = (t.groups() + 7) / 8, room = scratch ? t.tiles * t.tile : 0;
-  const simt::Buffer<float> x(data, n % 4), values(k * t.group);
+  const simt::Buffer<T> x(simt::as<T>(data), n % 4);
+  const simt::Buffer<float> values(k * t.group);
   const simt::Buffer<uint8_t> bitmap(nbytes);
-  const TransformSource on_cpu{x, n, k, nullptr, 0, bitmap, values};
+  const TransformSource on_cpu{x, dtype_of(x), n, k, nullptr, 0, bitmap, values};
   cpu::transform_select(&on_cpu, 1, code, 1);
   const std::string title = name(what, code, n) + ", k = " + std::to_string(k);
   in_some_order([&] {
     const simt::Buffer<float> memory(room), got(k * t.group, n % 3);
     const simt::Buffer<uint8_t> bits(nbytes, n % 4);
-    const TransformSource source{x, n, k, memory, room, bits, got};
+    const TransformSource source{x, dtype_of(x), n, k, memory, room, bits, got};
     simt::call(cuda::transform_select, &source, 1, code);
     simt::expect_equal(bits.get(), bitmap.get(), nbytes, "transform_select: bitmap, " + title);
     // Where only one device multiplies by zero, a part of a pair may be a number on one device and NaN on the other.
@@ -86,6 +88,8 @@ static void test_select(uint32_t code, int64_t n) {
   const bool all = code == dct(3, 3) || code == fourier(3);
   test_select(code, simt::data(simt::Kind::normal, n), some, "data", n % 2);
   test_select(code, simt::data(simt::Kind::ties, n), (groups + 1) / 2, "ties", true);
+  test_select<BFloat16>(code, simt::data(simt::Kind::normal, n), some, "data of bfloat16", true);
+  test_select<Float16>(code, simt::data(simt::Kind::normal, n), some, "data of float16", n % 2);
   if (!all) return;
   test_select(code, simt::data(simt::Kind::normal, n), 1, "data", true);
   test_select(code, simt::data(simt::Kind::zeros, n), some, "zeros", false);
@@ -227,8 +231,8 @@ static void test_several(uint32_t code, int64_t most, const std::vector<int64_t>
     xs.emplace_back(simt::data(i % 2 ? simt::Kind::normal : simt::Kind::ties, n), i % 4);
     for (auto* of : {&expected, &got})
       of->push_back({simt::Buffer<float>(k * t.group), simt::Buffer<uint8_t>((groups + 7) / 8)});
-    there.push_back({xs.back(), n, k, nullptr, 0, expected.back().bitmap, expected.back().values});
-    sources.push_back({xs.back(), n, k, nullptr, 0, got.back().bitmap, got.back().values});
+    there.push_back({xs.back(), 0, n, k, nullptr, 0, expected.back().bitmap, expected.back().values});
+    sources.push_back({xs.back(), 0, n, k, nullptr, 0, got.back().bitmap, got.back().values});
     const bool spoilt = std::count(invalid.begin(), invalid.end(), i) > 0;
     for (int64_t c = 0; c < (i == 5 ? kMostParts : i % 4); ++c) {
       held.emplace_back(groups, t.group, 2 + int(c) % 9, 5u, unsigned(i + c), c % 4);

@@ -13,6 +13,7 @@ import torch
 import gradzip
 from gradzip.methods.base.gather import GatherCompressor
 from gradzip.methods.base.registry import registered
+from gradzip.methods.spec import unparse
 from observed import SHAPE, observed
 
 
@@ -40,6 +41,20 @@ def examples(condition=lambda compressor: True):
     """The examples of all methods whose compressors meet a condition, the first one of each method first."""
     specs = [*FIRST, *(spec for method in registered().values() for spec in method.examples[1:])]
     return [spec for spec in specs if condition(gradzip.parse(spec))]
+
+
+def without_residuals(condition=lambda compressor: True):
+    """The examples of all methods, without error feedback if they have the choice, that meet a condition."""
+    specs = []
+    for spec in ALL:
+        compressor = gradzip.parse(spec)
+        if "error_feedback" in {f.name for f in dataclasses.fields(compressor)}:
+            if getattr(compressor, "residual_decay", 1.0) != 1:
+                compressor = dataclasses.replace(compressor, residual_decay=1.0)
+            compressor = dataclasses.replace(compressor, error_feedback=False)
+        if not compressor.keeps_residual and condition(compressor):
+            specs.append(unparse(compressor))
+    return list(dict.fromkeys(specs))
 
 
 FIRST = [method.examples[0] for method in registered().values()]
@@ -90,7 +105,7 @@ def with_other_exchanges(specs):
         compressor = gradzip.parse(spec)
         gathers = isinstance(compressor, GatherCompressor) and compressor.exchange == "gather"
         if gathers and not getattr(compressor, "shared_scale", False):
-            yield gradzip.methods.spec.unparse(dataclasses.replace(compressor, exchange="scatter_reduce"))
+            yield unparse(dataclasses.replace(compressor, exchange="scatter_reduce"))
 
 
 def params(specs=ALL, default=SAMPLE):

@@ -31,10 +31,20 @@ GZ_DEVICE void store4(float* x, const float4& v, Left left, bool wide) {
   if (left > 3) x[3] = v.w;
 }
 
+// Four values at x, of any type, which the kernel does not change. x is aligned to all of them.
+GZ_DEVICE float4 load4(const float* x) { return __ldg(reinterpret_cast<const float4*>(x)); }
+template <class T>
+GZ_DEVICE float4 load4(const T* x) {
+  static_assert(sizeof(T) == 2, "floats have an overload of their own");
+  const unsigned long long four = __ldg(reinterpret_cast<const unsigned long long*>(x));
+  const auto at = [&](int j) { return to_float(T{uint16_t(four >> (16 * j))}); };
+  return make_float4(at(0), at(1), at(2), at(3));
+}
+
 // value[j] = x[first + j], 0 from n on. first is a multiple of 4. The kernel does not change x.
 GZ_DEVICE void load4(const float* x, int64_t first, int64_t n, float* value) {
   if (first + 4 <= n && aligned4(x)) {
-    const float4 v = __ldg(reinterpret_cast<const float4*>(x + first));
+    const float4 v = load4(x + first);
     value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
     return;
   }
@@ -88,20 +98,19 @@ template <class T>
 GZ_DEVICE void load4(const T* x, int64_t first, int64_t n, float* value) {
   static_assert(sizeof(T) == 2, "floats have overloads of their own");
   if (first + 4 <= n && reinterpret_cast<uintptr_t>(x) % 8 == 0) {
-    const unsigned long long four = __ldg(reinterpret_cast<const unsigned long long*>(x + first));
-#pragma unroll
-    for (int j = 0; j < 4; ++j) value[j] = to_float(T{uint16_t(four >> (16 * j))});
+    const float4 v = load4(x + first);
+    value[0] = v.x, value[1] = v.y, value[2] = v.z, value[3] = v.w;
     return;
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j) value[j] = first + j < n ? load1(x + first + j) : 0.0f;
 }
 
-// f(x[i]) once for each i < n, distributed over the grid.
+// f(x[i]) once for each i < n, distributed over `stride` threads.
 template <class T, class F>
-GZ_DEVICE void for_each_half(const T* x, int64_t n, F f) {
+GZ_DEVICE void for_each_half(const T* x, int64_t n, int64_t thread, int64_t stride, F f) {
 #pragma unroll 4
-  for (int64_t first = 4 * grid_thread(); first < n; first += 4 * grid_threads()) {
+  for (int64_t first = 4 * thread; first < n; first += 4 * stride) {
     float value[4];
     load4(x, first, n, value);
 #pragma unroll

@@ -22,6 +22,10 @@ class ErrorFeedback(Compressor):
     _: KW_ONLY
     residual_decay: float = field(default=1.0, metadata={"digest": "if changed"})
 
+    @property
+    def reads_half(self) -> bool:  # type: ignore[override]
+        return not self.error_feedback  # what is compressed becomes the residual, float32
+
     def __post_init__(self) -> None:
         super().__post_init__()
         decay = self.residual_decay

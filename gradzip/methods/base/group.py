@@ -432,7 +432,7 @@ class Group:
         if self.parts:
             return
         own, target = self._read or (self.gradients, self._target)
-        dtype = own[0].dtype if self.method.reads_half and own[0].dtype in ops.HALF else torch.float32
+        dtype = own[0].dtype if own[0].dtype in ops.HALF and self.method.reads_half else torch.float32
         apart = (self.method.vectors and target is None) or (self.remakes and self.method.changes_parts)
         if self.on_device and (own[0].dtype != dtype or apart):
             memory = self.method.memory_for(self, dtype)

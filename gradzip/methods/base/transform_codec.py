@@ -98,7 +98,7 @@ class TransformCodec(ErrorFeedback, GatherCompressor):
         """The transform with axes of these lengths, which a payload claims; None if there is none."""
 
     def signals(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """The inputs of the transform for gradients (contiguous float32): flat float32 of `signal_numel` elements."""
+        """The inputs of the transform for gradients (contiguous): flat, of `signal_numel` elements and one type."""
         return [grad.reshape(-1) for grad in grads]
 
     def signal_numel(self, numel: int) -> int:
