@@ -204,8 +204,8 @@ KERNEL_WITH_WORKSPACE(quantize, const float* x, int64_t n, int bits, int64_t buc
 // The same levels in sign-magnitude form (the sign is the top bit) as a bit stream of ceil(n * bits / 8) bytes, for
 // each vector of the table, which is in host memory on every device; all are of one type. Unless it is null, `most` gets
 // max |x| of each, as by abs_max.
-// On CUDA: A launch takes kQuantizeBatch vectors. Norms of buckets that are longer than a tile take launches of their
-// own.
+// On CUDA: A launch takes kQuantizeBatch vectors. Norms of buckets that are longer than a tile take one launch or two
+// more.
 KERNEL_WITH_WORKSPACE(quantize_packed, const QuantizeSource* table, int64_t count, int dtype, int bits, int64_t bucket,
                       int norm, const int64_t* replays, float* most);
 // x[i] = level / s * norm. *failed: a level is beyond s. x is written nevertheless.

@@ -59,6 +59,13 @@ GZ_HD int32_t code_level(uint32_t code, int bits) {
   return code >> (bits - 1) ? -level : level;
 }
 
+// A vector, and where the norms of its buckets go.
+struct NormsSource {
+  const void* x;
+  int64_t n;
+  float* norms;
+};
+
 // A vector to quantize, and where its packed levels and the norms of its buckets go.
 struct QuantizeSource {
   const void* x;

@@ -2,14 +2,22 @@
 #pragma once
 
 #include "common/half.h"
+#include "cuda/block/table.cuh"
 #include "cuda/block/team_norm.cuh"
 
 namespace gradzip::cuda {
 
-// One team per segment. Writes norms if a bucket is one segment, `parts` otherwise.
+constexpr int kNormsBatch = 160;  // vectors whose table fits the 4 KB of kernel arguments
+
+// One team per segment. Writes norms if a bucket is one segment, otherwise `parts`, which has room for `most` of a vector.
 template <class T>
-__global__ void __launch_bounds__(kBlock) segment_norms_kernel(const T* x, int64_t n, int64_t bucket, int64_t segments,
-                                                               Norm norm, double* parts, float* norms) {
+__global__ void __launch_bounds__(kBlock)
+    segment_norms_kernel(Batch<NormsSource, kNormsBatch> batch, int64_t bucket, int64_t segments, Norm norm,
+                         int64_t most, double* parts) {
+  const NormsSource& source = batch.of[blockIdx.y];
+  const T* x = static_cast<const T*>(source.x);
+  const int64_t n = source.n;
+  parts += blockIdx.y * most;
   const int64_t tasks = (n + bucket - 1) / bucket * segments;
   for (int64_t first = grid_thread() / kLanes * kTeams; first < tasks; first += grid_threads() / kLanes * kTeams) {
     const int64_t task = first + team(), b = task / segments, from = task % segments * kSumSegment;
@@ -24,7 +32,7 @@ __global__ void __launch_bounds__(kBlock) segment_norms_kernel(const T* x, int64
     });
     if (team_lane() == 0 && task < tasks) {
       if (segments == 1)
-        norms[b] = finish_norm(norm, part);
+        source.norms[b] = finish_norm(norm, part);
       else
         parts[task] = part;
     }
@@ -33,7 +41,10 @@ __global__ void __launch_bounds__(kBlock) segment_norms_kernel(const T* x, int64
 
 // One warp per bucket.
 __global__ void __launch_bounds__(kBlock)
-    combine_norms_kernel(const double* parts, int64_t buckets, int64_t segments, Norm norm, float* norms) {
+    combine_norms_kernel(Batch<NormsSource, kNormsBatch> batch, int64_t bucket, int64_t segments, Norm norm,
+                         int64_t most, const double* parts) {
+  const int64_t buckets = (batch.of[blockIdx.y].n + bucket - 1) / bucket;
+  parts += blockIdx.y * most;
   for (int64_t b = grid_thread() / kLanes; b < buckets; b += grid_threads() / kLanes) {
     double total = 0.0;
     for (int64_t first = 0; first < segments; first += kLanes) {
@@ -44,7 +55,7 @@ __global__ void __launch_bounds__(kBlock)
         total = norm != Norm::max ? total + part : total > part ? total : part;
       }
     }
-    if (lane() == 0) norms[b] = finish_norm(norm, total);
+    if (lane() == 0) batch.of[blockIdx.y].norms[b] = finish_norm(norm, total);
   }
 }
 

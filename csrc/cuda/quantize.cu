@@ -5,6 +5,7 @@
 #include "cuda/block/launch.h"
 #include "cuda/block/parts.h"
 #include "cuda/block/table.h"
+#include "cuda/bucket_norms.h"
 #include "cuda/ops.h"
 
 namespace gradzip::cuda {
@@ -61,13 +62,16 @@ int64_t quantize(void* workspace, const float* x, int64_t n, int bits, int64_t b
 int64_t quantize_packed(void* workspace, const QuantizeSource* table, int64_t count, int dtype, int bits,
                         int64_t bucket, int norm, const int64_t* replays, float* most, cudaStream_t stream) {
   const std::vector<QuantizeSource> sources(table, table + count);
-  int64_t longest = 0, nbytes = 0;
-  for (const auto& [x, n, key, packed, norms] : sources) {
-    longest = std::max(longest, n);
-    if (!tile_of_buckets(bucket))
-      nbytes = std::max(nbytes, bucket_norms(workspace, x, dtype, n, bucket, norm, norms, stream));
+  std::vector<NormsSource> with_norms;
+  int64_t longest = 0;
+  for (const QuantizeSource& source : sources) {
+    longest = std::max(longest, source.n);
+    with_norms.push_back({source.x, source.n, source.norms});
   }
-  if (nbytes) return nbytes;
+  if (!tile_of_buckets(bucket)) {
+    const int64_t nbytes = bucket_norms_all(workspace, with_norms, dtype, bucket, norm, stream);
+    if (!workspace) return nbytes;
+  }
   if (most) clear(most, count * int64_t(sizeof *most), stream);
   const void* const any = nullptr;
   typed(any, dtype, [&](auto* of) { pack(of, sources, longest, bits, bucket, norm, replays, most, stream); });

@@ -178,6 +178,7 @@ int main() {
   if (!simt::kRaces) test_parts<float>(2003, 250, 1, 512, false), test_parts<float>(300, 3, 100, 32, true);
   for (int64_t bucket : {int64_t(100), int64_t(5000)})
     test_vectors<float>(10001, 2, 4, bucket), test_vectors<BFloat16>(10002, 3, 9, bucket);
+  test_vectors<float>(27001, 3, 4, 8500);
   if (!simt::kRaces) {
     test_vectors<float>(8191, 250, 5, 7), test_vectors<Float16>(60000, 240, 4, 5000), test_vectors<float>(5, 9, 4, 512);
     test_many(0), test_many(500);

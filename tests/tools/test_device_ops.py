@@ -128,6 +128,14 @@ def test_partitions_are_sealed_together(spec):
         assert few == many
 
 
+def test_norms_of_large_buckets_take_one_launch():
+    compressor = gradzip.QSGD(bucket=5000, exchange="scatter_reduce")
+    few, many = (count(compressor.clone(), SHAPES, ranks, "ddp", compute=False).names for ranks in (2, 4))
+    usual = count(gradzip.QSGD(exchange="scatter_reduce"), SHAPES, 4, "ddp", compute=False).names
+    groups = usual["quantize_packed"] // 4  # each is encoded twice: largest magnitudes are cleared, levels packed
+    assert few["quantize_packed"] == many["quantize_packed"] == 6 * groups
+
+
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 def test_a_loss_scale_takes_a_wait_more(front_end):
     """For the scale, which a GradScaler keeps on the device."""
