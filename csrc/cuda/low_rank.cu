@@ -141,7 +141,7 @@ void low_rank_expand(const float* p, const float* q, int64_t rows, int64_t colum
                      float* out, cudaStream_t stream) {
   float *e = from ? out : nullptr, *product = from ? nullptr : out;
   expand(
-      1, [&](int64_t) { return ExpandEntry{rows, columns, rank, {p, q}, from, nullptr, e, {}, product, 0, 0, false}; },
+      1, [&](int64_t) { return ExpandEntry{rows, columns, rank, {p, q}, from, nullptr, e, {}, product, 0, 0, 0}; },
       stream);
 }
 
@@ -149,11 +149,10 @@ void low_rank_apply_average(const AverageUpdate* table, int64_t count, cudaStrea
   const auto entry = [&](int64_t i) {
     const AverageUpdate& a = table[i];
     const Product average{a.p, a.q};
-    const int32_t dtype = int32_t(a.dtype);
     if (!a.e)
-      return ExpandEntry{a.rows, a.columns, a.rank, average, nullptr, nullptr, nullptr, {}, a.out, dtype, 0, false};
+      return ExpandEntry{a.rows, a.columns, a.rank, average, nullptr, nullptr, nullptr, {}, a.out, a.dtype, 0, 0};
     const Product sent{a.sent_p, a.sent_q};
-    return ExpandEntry{a.rows, a.columns, a.rank, sent, a.m, a.number, a.e, average, a.out, dtype, 0, false};
+    return ExpandEntry{a.rows, a.columns, a.rank, sent, a.m, a.number, a.e, average, a.out, a.dtype, 0, 0};
   };
   expand(count, entry, stream);
 }

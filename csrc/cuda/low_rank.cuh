@@ -26,8 +26,7 @@ struct Gradient {
   const void* m;
   float* e;  // or null
   int64_t rows, columns;
-  int32_t dtype;
-  bool wide;  // rows of both start at multiples of four elements
+  int32_t dtype, wide;  // wide: whether rows of both start at multiples of four elements
 };
 
 GZ_DEVICE void load_as(const float* x, float* value) { *value = *x; }
@@ -335,9 +334,8 @@ struct ExpandEntry {
   float* e;
   Product second;
   void* out;
-  int32_t dtype;  // of `out`
-  uint32_t first_block;
-  bool wide;  // rows of all that is float32 start at multiples of 16 bytes
+  int64_t dtype;  // of `out`
+  uint32_t wide, first_block;  // wide: whether rows of all start at multiples of four elements
 };
 struct ExpandTable {
   int32_t count;
@@ -347,7 +345,7 @@ static_assert(sizeof(ExpandTable) < 4000, "it fits the 4 KB that a kernel may ha
 
 __global__ void __launch_bounds__(kBlock) expand_product_kernel(ExpandTable table) {
   __shared__ ProductStage stage;
-  const auto [rows, columns, rank, first, from, number, e, second, out, dtype, first_block, wide] =
+  const auto [rows, columns, rank, first, from, number, e, second, out, dtype, wide, first_block] =
       table.entries[entry_of_block(table)];
   const ExpandTile tile(rows, columns, wide, blockIdx.x - first_block);
   float4 old[4], acc[4];
