@@ -187,20 +187,19 @@ struct Signal {
 
 // A tile's coefficients and, of pairs, their energies.
 struct TileKeys {
-  alignas(64) float coefficients[kTileRoom], energy[kTileRoom / 2], room[kTileRoom];
-  const float *elements, *keys;
+  alignas(64) float coefficients[kTileRoom], energy[kTileRoom / 2];
+  const float* keys;
   int64_t groups;
 
   TileKeys() {}
   void transform(const Transform& t, const Signal& signal, int64_t tile, float scale) {
-    const int64_t count = t.count(tile);
-    const float* x = elements = signal.read(t.begin(tile), count, room);
+    const int64_t begin = t.begin(tile), count = t.count(tile);
     groups = t.groups_of(count);
     keys = coefficients;
     if (t.length == 1)
-      keys = x;
+      keys = signal.read(begin, count, coefficients);
     else
-      forward_tile(t, x, count, coefficients);
+      typed(signal.x, signal.dtype, [&](auto* of) { forward_tile(t, of + begin, count, coefficients); });
     if (t.group == 2) {
       energies(coefficients, coefficients + groups, groups, scale, energy);
       keys = energy;
@@ -218,7 +217,7 @@ void collect(const Transform& t, const Signal& x, uint32_t low, float scale, Can
     const Arrays arrays{{tile.keys, tile.coefficients, tile.coefficients + tile.groups},
                         {kept[0], kept[1], kept[2]},
                         t.group == 1 ? 1 : 3,
-                        t.length == 1 ? tile.elements + kTransformAhead : nullptr};
+                        t.length == 1 && tile.keys != tile.coefficients ? tile.keys + kTransformAhead : nullptr};
     const int64_t count = keep(arrays, tile.groups, low, bitmap + i * t.tile_groups() / 8);
     const int64_t offset = found.total.fetch_add(count);
     found.tiles[i] = {offset, count};

@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "cpu/half.h"
 #include "cpu/vectors.h"
 
 namespace gradzip::cpu {
@@ -15,10 +16,13 @@ constexpr Twiddles kTwiddles;
 
 // Memory to prefetch, a few lines at a time between other work: a processor has few requests under way at a time.
 struct Ahead {
-  const float *at, *end;
+  const char *at, *end;
 
+  template <class T>
+  Ahead(const T* first, const T* last)
+      : at(reinterpret_cast<const char*>(first)), end(reinterpret_cast<const char*>(last)) {}
   GZ_INLINE void prefetch(int lines) {
-    for (; lines > 0 && at < end; --lines, at += 16) __builtin_prefetch(at, 0, 2);
+    for (; lines > 0 && at < end; --lines, at += 64) __builtin_prefetch(at, 0, 2);
   }
 };
 
@@ -391,7 +395,8 @@ GZ_INLINE void inverse_rows_body(const Transform& t, const float* in, const Plan
       auto& to = rows[r / kLanes * t.length + s];
       std::memcpy(&to, in + planes.of[s] + r, size_t(std::min(count - r, kLanes)) * sizeof(float));
     }
-  Ahead ahead{nullptr, nullptr};
+  const float* nothing = nullptr;
+  Ahead ahead(nothing, nothing);
   for (auto* z = rows; z < rows + kRows / kLanes * t.length; z += t.length) {
     if (t.uses_fourier()) {
       if (t.long_dct()) reflect_all(z, t.length);
@@ -410,22 +415,30 @@ GZ_SIMD_DISPATCH_BYTES(void, inverse_rows,
 
 }  // namespace
 
-void forward_tile(const Transform& t, const float* x, int64_t count, float* coefficients) {
+template <class T>
+void forward_tile(const Transform& t, const T* x, int64_t count, float* coefficients) {
   if (t.length == 1) {
-    std::memcpy(coefficients, x, size_t(count) * sizeof(float));
+    const float* values = as_floats(x, count, coefficients);
+    if (values != coefficients) std::memcpy(coefficients, values, size_t(count) * sizeof(float));
     return;
   }
   const Planes planes(t, count);
-  alignas(64) float slots[kMostLength * kRows];
+  alignas(64) float slots[kMostLength * kRows], room[sizeof(T) == sizeof(float) ? 1 : kMostLength * kRows];
   for (int64_t r = 0; r < planes.rows; r += kRows) {
     const Rows some{int(std::min<int64_t>(planes.rows - r, kRows)), t.length, t.slot};
-    Ahead ahead{x + r * t.length + kTransformAhead, x + (r + some.count) * t.length + kTransformAhead};
-    load_rows(x + r * t.length, some, ahead, slots);
+    const T *own = x + r * t.length, *next = own + some.count * t.length;
+    Ahead ahead(own + kTransformAhead, next + kTransformAhead);
+    load_rows(as_floats(own, next - own, room), some, ahead, slots);
     forward_rows(t, slots, planes, some.count, ahead, coefficients + r);
   }
-  for (int64_t i = planes.rows * t.length; i < planes.groups * t.group; ++i)
-    coefficients[planes.after_rows(t, i)] = i < count ? x[i] : 0.0f;
+  const int64_t whole = planes.rows * t.length;
+  const float* rest = as_floats(x + whole, count - whole, room);
+  for (int64_t i = whole; i < planes.groups * t.group; ++i)
+    coefficients[planes.after_rows(t, i)] = i < count ? rest[i - whole] : 0.0f;
 }
+template void forward_tile(const Transform&, const float*, int64_t, float*);
+template void forward_tile(const Transform&, const BFloat16*, int64_t, float*);
+template void forward_tile(const Transform&, const Float16*, int64_t, float*);
 
 void inverse_tile(const Transform& t, const float* coefficients, int64_t count, float* x) {
   if (t.length == 1) {

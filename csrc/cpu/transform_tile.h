@@ -26,8 +26,9 @@ struct Transform : TransformLayout {
   }
 };
 
-// The coefficients of a tile of `count` elements, and the elements of coefficients.
-void forward_tile(const Transform& t, const float* x, int64_t count, float* coefficients);
+// The coefficients of a tile of `count` elements, of any type (common/half.h), and the elements of coefficients.
+template <class T>
+void forward_tile(const Transform& t, const T* x, int64_t count, float* coefficients);
 void inverse_tile(const Transform& t, const float* coefficients, int64_t count, float* x);
 
 // transform_select (kernels.h).
