@@ -60,6 +60,9 @@ def test_instructions_an_item():
     kernels = parse(SASS)
     assert per_item(kernels["_Z1fPf"], Work(1, "element")) == 10
     assert per_item(kernels["_Z1fPf"], Work(3, "element", {2: 2.5})) == 5.4  # 16 / 3, rounded up
+    # The blocks of 0xd0 and 0xe0, and of 0x60 to 0x80.
+    assert per_item(kernels["_Z1fPf"], Work(1, "element", skips="MUFU.RCP")) == 8
+    assert per_item(kernels["_Z1fPf"], Work(1, "element", skips="FFMA")) == 7
     assert per_item(kernels["_Z1gv"], Work(1, "element")) == 2, "a kernel without loops"
 
 
