@@ -1,7 +1,7 @@
 """Train with FSDP2 whose all-gathers and reduce-scatters are quantized, and compare with FSDP2's own.
 
 Four ranks hold the shards of a network. All variants train with the same data, steps and seeds, and each with several
-learning rates, of which its best counts. Runs that the file has are not repeated: the same command continues a study.
+learning rates. Runs that the file has are not repeated: the same command continues a study.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import data
 from benchmarks.common.arguments import Parser
 from benchmarks.common.results import RESULTS, ROOT, Blocks, stored_rows
 from benchmarks.common.studies import Rows, block, run_study
-from benchmarks.common.tables import markdown
+from benchmarks.common.tables import markdown, span
 from benchmarks.convergence.recipes import MUON_LRS, is_text
-from benchmarks.sharded.study import BASELINE, RECIPES, Variants, add_arguments, best_of, study
+from benchmarks.sharded.study import BASELINE, RECIPES, Variants, add_arguments, study
 from benchmarks.training.averagers import BLOCKS
 from models import MODELS
 
@@ -53,14 +54,14 @@ VARIANTS: Variants = {
 
 
 def tables(rows: Rows) -> Iterator[str]:
-    """A table for each network and optimizer: the scores of variants at their best learning rates, and bytes of a step.
+    """A table for each network, optimizer and learning rate: scores of variants, and bytes of a step.
 
     Bytes are those that a rank sends to others; FSDP2's own are computed.
     """
-    for network, optimizer in dict.fromkeys((row["network"], row["optimizer"]) for row in rows):
-        of_recipe = [row for row in rows if (row["network"], row["optimizer"]) == (network, optimizer)]
-        best = best_of(of_recipe, VARIANTS)
-        about, text = of_recipe[0], is_text(network)
+    for key in dict.fromkeys(map(itemgetter("network", "optimizer", "lr"), rows)):
+        found = [row for row in rows if itemgetter("network", "optimizer", "lr")(row) == key]
+        of_variants = {name: own for name in VARIANTS if (own := [row for row in found if row["variant"] == name])}
+        (network, optimizer, lr), about, text = key, found[0], is_text(key[0])
         measure = data.Text.measure if text else data.Images.measure
         dimensions = (data.Text.vocabulary, data.Text.context) if text else (3, data.Images.num_classes)
         model = MODELS[network].build(*dimensions)
@@ -69,29 +70,27 @@ def tables(rows: Rows) -> Iterator[str]:
         numel = sum(parameter.numel() for parameter in model.parameters())
         # A gather and a reduce-scatter of all weights, and of the blocks a gather in the backward pass.
         whole = 4 * (2 * numel + gathered_twice) * (about["ranks"] - 1) / about["ranks"]
+        seeds = span(map(len, of_variants.values()))
         yield (
-            f"{network}, {numel / 1e6:.2g} M parameters, {optimizer}, {about['steps']} steps, {about['ranks']} ranks, "
-            f"{len({row['seed'] for row in of_recipe})} seeds (`{FILE.name}`):"
+            f"{network}, {numel / 1e6:.2g} M parameters, {optimizer}, rate {lr:g}, {about['steps']} steps, "
+            f"{about['ranks']} ranks, {seeds} seed{'s' * (seeds != '1')} (`{FILE.name}`):"
         )
         yield ""
-        own, cells = best.get(BASELINE), []
-        for variant, (score, lr, of_lr) in best.items():
-            sent = statistics.fmean(sum(row["sent"].values()) / row["steps"] for row in of_lr)
-            scores = [row["scores"][-1] for row in of_lr]
-            worse = 0.0 if own is None else 100 * (score / own[0] - 1) if text else score - own[0]
-            low, mean, high = (f"{x:.{measure.digits}f}" for x in (min(scores), score, max(scores)))
-            cells.append(
-                [
-                    variant,
-                    f"{lr:g}",
-                    "1" if variant == BASELINE else f"{whole / sent:.2f}",
-                    f"{mean} ({low}–{high})",
-                    f"{worse:+.2f}".replace("-", "−") if own and variant != BASELINE else "",
-                ]
-            )
-        difference = "− float32, %" if text else "− float32, points"
-        header = ["variant", "learning rate", "times fewer bytes", measure.label, difference]
-        yield from markdown(header, cells)
+        scores = {name: [row["scores"][-1] for row in own] for name, own in of_variants.items()}
+        means, cells = {name: statistics.fmean(of_seeds) for name, of_seeds in scores.items()}, []
+        for variant, own in of_variants.items():
+            sent = statistics.fmean(sum(row["sent"].values()) / row["steps"] for row in own)
+            mean, exact = means[variant], means.get(BASELINE)
+            low, middle, high = (f"{x:.{measure.digits}f}" for x in (min(scores[variant]), mean, max(scores[variant])))
+            fewer, difference = "1", ""
+            if variant != BASELINE:
+                fewer = f"{whole / sent:.2f}"
+            if variant != BASELINE and exact is not None:
+                difference = f"{100 * (mean / exact - 1) if text else mean - exact:+.2f}".replace("-", "−")
+            cells.append([variant, fewer, f"{middle} ({low}–{high})", difference])
+        yield from markdown(
+            ["variant", "times fewer bytes", measure.label, f"− float32, {'%' if text else 'points'}"], cells
+        )
         yield ""
 
 

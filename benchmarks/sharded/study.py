@@ -34,7 +34,8 @@ def add_arguments(parser: Parser, variants: Variants, lrs: Mapping[str, Sequence
         "--lr", action="append", type=float, metavar="LR", help=f"repeat for several (default: {shown})"
     )
     parser.add_argument("--seed", action="append", type=at_least(0), metavar="N", help="default: 0 and 1")
-    parser.add_argument("--network", choices=RECIPES, default="charlm", help="default: charlm")
+    networks = [network for network in RECIPES if is_text(network) or "sgd" in lrs]
+    parser.add_argument("--network", choices=networks, default="charlm", help="default: charlm")
     parser.add_argument("--epochs", type=at_least(1), default=epochs, metavar="N", help="default: %(default)s")
     parser.add_argument("--steps", type=at_least(1), metavar="N", help="cut runs short, to try this out")
     parser.add_argument("--ranks", type=at_least(2), default=_TEXT.workers, metavar="N", help="default: %(default)s")
@@ -97,11 +98,8 @@ def run_job(job: Job, timeout: float = 1800) -> list[dict[str, Any]]:
 
 
 def best_of(rows: Rows, variants: Iterable[str]) -> dict[str, tuple[float, float, Rows]]:
-    """Of each variant: the mean score over seeds at the learning rate where it is best, that rate, and its rows.
-
-    rows: of one network.
-    """
-    best, choose = {}, min if all(is_text(row["network"]) for row in rows) else max
+    """Of each variant: the mean score over seeds at the learning rate where it is lowest, that rate, and its rows."""
+    best = {}
     for variant in variants:
         by_lr: dict[float, Rows] = {}
         for row in rows:
@@ -109,5 +107,5 @@ def best_of(rows: Rows, variants: Iterable[str]) -> dict[str, tuple[float, float
                 by_lr.setdefault(row["lr"], []).append(row)
         scored = [(statistics.fmean(row["scores"][-1] for row in of_lr), lr, of_lr) for lr, of_lr in by_lr.items()]
         if scored:
-            best[variant] = choose(scored, key=lambda found: found[:2])
+            best[variant] = min(scored, key=lambda found: found[:2])
     return best

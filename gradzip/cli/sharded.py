@@ -109,7 +109,7 @@ class ShardedAdvice:
                 f"{decision.chosen} takes {1e3 * chosen.seconds:.0f} ms a step, predicted; {NAMES[decision.stock]} "
                 f"takes {1e3 * stock.seconds:.0f} ms."
             )
-            yield "What rounded weights cost was studied for one small transformer alone: train with and without."
+            yield "What rounded weights cost was studied for two small networks alone: train with and without."
         else:
             ideal = chosen.compute / chosen.seconds
             takes = f"takes {1e3 * chosen.seconds:.0f} ms a step, {ideal:.0%} of the ideal, predicted"

@@ -185,7 +185,7 @@ def test_fsdp_over_four_nodes(ask):
     assert ms["bf16"] == pytest.approx(3130, rel=0.03) and ms[flat] == pytest.approx(2200, rel=0.03)
     assert 920 < ms[best] < 1080
     assert all(t > ms["bf16"] for name, t in ms.items() if "reduce=BlockFloat(bits=8)" in name)
-    assert any("What rounded weights cost was studied for one small transformer alone" in line for line in lines)
+    assert any("What rounded weights cost was studied for two small networks alone" in line for line in lines)
     assert any("shard within nodes" in line for line in lines)
 
 
