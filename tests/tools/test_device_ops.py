@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import shutil
 from unittest import mock
 
@@ -313,6 +314,31 @@ def test_the_stand_in_computes_what_the_cpu_does():
         theirs = group.compressors[0].states["w"].residual if "w" in group.compressors[0].states else None
         if theirs is not None:
             assert torch.equal(compressor.states["w"].residual.host, theirs), spec
+
+
+def in_nodes(specs):
+    """The methods that `Hierarchical` takes."""
+    for spec in specs:
+        with contextlib.suppress(ValueError):
+            gradzip.Hierarchical(gradzip.parse(spec))
+            yield spec
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", kinds.params(list(in_nodes(kinds.FIRST)), ["acpsgd", "fp16", "natural", "qsgd"]))
+def test_nodes_on_the_stand_in_have_the_averages_of_the_cpu(spec, dtype):
+    """The host waits for the largest magnitudes of averages there, also of those that `fp16` has in 16 bits."""
+    shapes = {"w": (64, 64), "v": (16, 8, 3, 3)}
+    grads = [
+        {name: device_ops.noise(math.prod(s), rank).view(s).to(dtype) for name, s in shapes.items()}
+        for rank in range(4)
+    ]
+    theirs = gradzip.LocalGroup(gradzip.Hierarchical(gradzip.parse(spec)), (2, 2)).step(grads)
+    with stand_in() as device:
+        group = gradzip.LocalGroup(gradzip.Hierarchical(gradzip.parse(spec)), (2, 2))
+        averages = group.step([{name: device.tensor(x.clone()) for name, x in of.items()} for of in grads])
+    for of_rank, expected in zip(averages, theirs, strict=True):
+        assert all(torch.equal(of_rank[name].host, expected[name]) for name in shapes)
 
 
 # --- FSDP2
