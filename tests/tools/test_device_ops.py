@@ -129,6 +129,46 @@ def test_partitions_are_sealed_together(spec):
         assert few == many
 
 
+class Arranged(gradzip.QSGD):
+    """QSGD whose payloads of partitions are elsewhere in memory."""
+
+    arrange = None
+
+    def encode_lists(self, lists, keys):
+        payloads = super().encode_lists(lists, keys)
+        return payloads if self.arrange is None else self.arrange(payloads)
+
+
+def in_another_order(payloads):
+    """In one piece of memory, the first one first, and the others the other way round."""
+    first, *others = one_after_the_other([payloads[0], *payloads[:0:-1]])
+    return [first, *others[::-1]]
+
+
+def one_after_the_other(payloads):
+    return list(torch.cat(payloads).split_with_sizes([payload.numel() for payload in payloads]))
+
+
+def each_alone(payloads):
+    return [payload.clone() for payload in payloads]
+
+
+@pytest.mark.parametrize("arrange", [in_another_order, one_after_the_other, each_alone])
+@pytest.mark.parametrize("shape", [(3, 2000), (35, 37)])
+def test_payloads_of_partitions_may_be_anywhere_in_memory(arrange, shape, monkeypatch):
+    """Of equal lengths, and of others: those of `new_payloads` are sent from where they are, others are copied."""
+    grads = [device_ops.noise(math.prod(shape), rank).view(shape) for rank in range(3)]
+
+    def averages():
+        with stand_in() as device:
+            group = gradzip.LocalGroup(Arranged(exchange="scatter_reduce", bucket=40), 3)
+            return [x.host for x in group.average([device.tensor(grad.clone()) for grad in grads], "w")]
+
+    expected = averages()
+    monkeypatch.setattr(Arranged, "arrange", staticmethod(arrange))
+    assert all(map(torch.equal, averages(), expected))
+
+
 def test_norms_of_large_buckets_take_one_launch():
     compressor = gradzip.QSGD(bucket=5000, exchange="scatter_reduce")
     few, many = (count(compressor.clone(), SHAPES, ranks, "ddp", compute=False).names for ranks in (2, 4))
