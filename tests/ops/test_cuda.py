@@ -20,7 +20,7 @@ import kinds
 import simt_build
 import single
 from gradzip import ops
-from gradzip.memory.state import Key
+from gradzip.memory.state import Key, Workspace
 from gradzip.methods.base.gather import CodedSum, GatherCompressor
 from gradzip.methods.base.transform_codec import TransformCodec
 
@@ -82,6 +82,7 @@ def on_device(request, monkeypatch):
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
             patch.setattr(torch.cuda, "current_device", lambda: None)  # as the index of a tensor on the CPU
             patch.setattr(ops.tensors, "CopyLater", lambda x: types.SimpleNamespace(result=x.clone))
+            patch.setattr(Workspace, "empty", lambda self, name, shape, dtype, device: torch.empty(shape, dtype=dtype))
             yield
 
     return OnDevice("cpu", simulated_device)
