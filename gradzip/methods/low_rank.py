@@ -126,7 +126,7 @@ class LowRank(ErrorFeedback):
         state, parts, residual = group.state, group.parts, None
         if self.error_feedback:
             residual = state.residual = state.renewed("residual", parts[0], group.numel)
-        outs = group.parts if group.gradients[0].dtype == torch.float32 else group.outs or group.parts
+        outs = group.outs or group.parts
         yield self._update(group, average, outs, parts, residual)
         group.write(outs)
 
@@ -138,7 +138,7 @@ class LowRank(ErrorFeedback):
 
     def _update_again(self, group: Group, average: Factors, number: Tensor) -> Routine:
         yield from group.method.add_residual(group)
-        outs = group.parts if group.gradients[0].dtype == torch.float32 else group.outs or group.parts
+        outs = group.outs or group.parts
         yield self._update(group, average, outs, group.parts, group.state.residual, number)
         group.write(outs)
         group.release_parts()
