@@ -82,9 +82,7 @@ def tables(rows: Rows) -> Iterator[str]:
             sent = statistics.fmean(sum(row["sent"].values()) / row["steps"] for row in own)
             mean, exact = means[variant], means.get(BASELINE)
             low, middle, high = (f"{x:.{measure.digits}f}" for x in (min(scores[variant]), mean, max(scores[variant])))
-            fewer, difference = "1", ""
-            if variant != BASELINE:
-                fewer = f"{whole / sent:.2f}"
+            fewer, difference = "1" if variant == BASELINE else f"{whole / sent:.2f}", ""
             if variant != BASELINE and exact is not None:
                 difference = f"{100 * (mean / exact - 1) if text else mean - exact:+.2f}".replace("-", "−")
             cells.append([variant, fewer, f"{middle} ({low}–{high})", difference])
