@@ -24,6 +24,7 @@
 
 #include "common/add_residual.h"
 #include "common/bitmap_code.h"
+#include "common/chunk_topk.h"
 #include "common/dtype.h"
 #include "common/elias.h"
 #include "common/index_code.h"
@@ -136,13 +137,18 @@ KERNEL_WITH_WORKSPACE(index_code_decode_add, const WeightedSum* table, int64_t c
                       int32_t* failed);
 
 // --- chunk_topk
-// Of each chunk of the n < 2^31 elements, the k of largest magnitude, or chunk_count of the last chunk (common/
-// chunk_topk.h): their indices, ascending, ties to the lower index, and the chunk's record, with the levels and codes
-// of their values. chunk is a multiple of 32, kMostChunk at most; 1 <= k <= chunk. One read of x.
-// On CUDA: *failed, which may be null, is not written if nothing fails. Values of a chunk that fails are NaN.
-KERNEL(chunk_topk, const void* x, int dtype, int64_t n, int64_t chunk, int64_t k, int32_t* indices, uint8_t* records);
-// The values of records of n elements. *failed: a chunk's levels are not those of finite numbers.
-KERNEL(chunk_topk_values, const uint8_t* records, int64_t n, int64_t chunk, int64_t k, float* values, int32_t* failed);
+// Tables are in host memory on every device.
+// Of each chunk of the n < 2^31 elements of each vector, all of one type, the k of largest magnitude, or chunk_count of
+// the last chunk (common/chunk_topk.h): their indices, ascending, ties to the lower index, and the chunk's record, with
+// the levels and codes of their values. chunk is a multiple of 32, kMostChunk at most; 1 <= k <= chunk. Unless it is null,
+// `most` gets the largest level of each vector, with the bits of a lower level after its own; not finite if an element
+// is not. One read of x.
+// On CUDA: A launch takes kChunkSources vectors.
+KERNEL(chunk_topk, const ChunkSource* table, int64_t count, int dtype, int64_t chunk, float* most);
+// The values of records. *failed: 1 + the index of the first vector with levels that are not those of finite numbers.
+// On CUDA: *failed, which may be null, is 1 then, and not written if nothing fails. Values of a chunk that fails are NaN.
+// A launch takes kChunkRecords vectors.
+KERNEL(chunk_topk_values, const ChunkRecords* table, int64_t count, int64_t chunk, int32_t* failed);
 
 // --- range_float
 // Fits a format to the values of each entry of the table, which is in host memory on every device. The range is that of
@@ -163,11 +169,11 @@ KERNEL(range_float_encode_packed, const RangeSource* table, int64_t count, int b
 // `format` is in host memory on every device. *failed: a code is above P + Q. x is written nevertheless.
 // On CUDA: A code above P + Q becomes NaN.
 KERNEL(range_float_decode, const RangeFloat* format, const int32_t* codes, int64_t n, float* x, int32_t* failed);
-// The same by the 8 bytes of range_wire. *failed also if they are not those of a format of `bits` bits: x is then not
-// written.
-// On CUDA: x is then NaN.
-KERNEL(range_float_decode_wire, const uint8_t* wire, int bits, const int32_t* codes, int64_t n, float* x,
-       int32_t* failed);
+// The values of a bit stream of codes of `bits` bits, for each entry of the table, which is in host memory on every
+// device. *failed: 1 + the index of the first entry whose `wire` are not the 8 bytes of range_wire of a format of `bits`
+// bits, or that has a code above P + Q.
+// On CUDA: *failed is 1 then. x is NaN, or its element of such a code. A launch takes kRangeCodes entries.
+KERNEL(range_float_decode_packed, const RangeCodes* table, int64_t count, int bits, int32_t* failed);
 
 // --- low_rank
 // For each entry of the table: m and e are rows x columns, factor is columns x rank (rows x rank if `transpose`), out

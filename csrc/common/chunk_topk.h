@@ -2,7 +2,7 @@
 // chunk share.
 //
 // A record is a word with the two levels, bfloat16, the higher one in the upper half, and then the codes, two bits each,
-// padded to words: bit 0 picks the higher level, bit 1 is the sign. A level is the mean of the magnitudes that it stands
+// padded with zeros to the words that k codes take: bit 0 picks the higher level, bit 1 is the sign. A level is the mean of the magnitudes that it stands
 // for; the higher one stands for those above their mean. Sums are sums of integers, so their order does not matter, and
 // the CPU and CUDA agree bit for bit.
 #pragma once
@@ -22,6 +22,27 @@ constexpr float kLeastPeak = 0x1p-100f;
 // Numbers kept of a chunk of `numel` elements, if k are kept of `chunk`; the last chunk may have fewer.
 GZ_HD int64_t chunk_count(int64_t numel, int64_t chunk, int64_t k) { return (k * numel + chunk - 1) / chunk; }
 GZ_HD int64_t chunk_words(int64_t count) { return 1 + (count + 15) / 16; }  // of a record
+// Numbers kept of all n elements.
+GZ_HD int64_t chunks_count(int64_t n, int64_t chunk, int64_t k) {
+  return n / chunk * k + chunk_count(n % chunk, chunk, k);
+}
+
+// A vector whose k largest numbers of each chunk are kept, and where they go.
+struct ChunkSource {
+  const void* x;
+  int64_t n, k;
+  int32_t* indices;
+  uint8_t* records;
+};
+static_assert(sizeof(ChunkSource) == 40, "gradzip/ops/groups.py writes it");
+
+// The records of a vector, and where the values go.
+struct ChunkRecords {
+  const uint8_t* records;
+  int64_t n, k;
+  float* values;
+};
+static_assert(sizeof(ChunkRecords) == 32, "gradzip/ops/groups.py writes it");
 
 // Magnitudes as integers from 0 to 2^20, which the largest one of the chunk is.
 constexpr int kShareBits = 20;

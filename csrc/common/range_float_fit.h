@@ -25,6 +25,15 @@ struct RangeSource {
 };
 static_assert(sizeof(RangeSource) == 48, "gradzip/ops/range_float.py writes it");
 
+// A bit stream of n codes, the 8 bytes of their format (range_wire), and where their values go.
+struct RangeCodes {
+  const uint8_t* wire;
+  const uint8_t* packed;
+  int64_t n;
+  float* x;
+};
+static_assert(sizeof(RangeCodes) == 32, "gradzip/ops/groups.py writes it");
+
 // Magnitudes by exponent and the top three mantissa bits: eight bins to the octave.
 constexpr int kBinShift = 20;
 constexpr int kBins = 1 << (31 - kBinShift);

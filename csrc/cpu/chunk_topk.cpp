@@ -3,6 +3,7 @@
 #include "common/chunk_topk.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <functional>
 
@@ -99,8 +100,10 @@ void largest_of_chunk(const float* x, int n, int k, int32_t* kept, uint32_t* kep
   }
 }
 
-void encode(const float* x, const int32_t* kept, const uint32_t* magnitudes, int count, uint8_t* record) {
-  uint32_t words[1 + kMostChunk / 16] = {}, shares[kMostChunk];
+// Writes the `words` of a record. Returns the one with its levels.
+uint32_t encode(const float* x, const int32_t* kept, const uint32_t* magnitudes, int count, int64_t words,
+                uint8_t* record) {
+  uint32_t word[1 + kMostChunk / 16] = {}, shares[kMostChunk];
   const uint32_t largest = *std::max_element(magnitudes, magnitudes + count);
   const ChunkUnit unit = chunk_unit(largest);
   uint64_t sum = 0, high_sum = 0, high_count = 0;
@@ -111,55 +114,72 @@ void encode(const float* x, const int32_t* kept, const uint32_t* magnitudes, int
       high_sum += high ? shares[i] : 0;
       high_count += high;
       const uint32_t negative = float_bits(x[kept[i]]) >> 31;
-      words[1 + i / 16] |= (uint32_t(high) | negative << 1) << (2 * (i % 16));
+      word[1 + i / 16] |= (uint32_t(high) | negative << 1) << (2 * (i % 16));
     }
   }
-  words[0] = chunk_levels(largest, sum, uint64_t(count), high_sum, high_count);
-  std::memcpy(record, words, size_t(chunk_words(count)) * 4);
+  word[0] = chunk_levels(largest, sum, uint64_t(count), high_sum, high_count);
+  std::memcpy(record, word, size_t(words) * 4);
+  return word[0];
 }
 
 template <class T>
-void encode_chunks(const T* x, int64_t n, int64_t chunk, int64_t k, int32_t* indices, uint8_t* records, int threads) {
-  const int64_t record = 4 * chunk_words(k);
-  parallel_chunks(ceil_div(n, chunk), std::max<int64_t>(1, kChunk / chunk), threads,
+void encode_chunks(const T* x, const ChunkSource& of, int64_t chunk, float* most, int threads) {
+  const int64_t words = chunk_words(of.k), chunks = ceil_div(of.n, chunk);
+  std::atomic<int64_t> largest{0};
+  parallel_chunks(chunks, std::max<int64_t>(1, kChunk / chunk), threads, [&](int64_t, int64_t begin, int64_t end) {
+    uint32_t magnitudes[kMostChunk], levels = 0;
+    float buffer[kMostChunk];
+    for (int64_t c = begin; c < end; ++c) {
+      const int64_t first = c * chunk;
+      const int size = int(std::min(chunk, of.n - first)), count = int(chunk_count(size, chunk, of.k));
+      int32_t* kept = of.indices + c * of.k;
+      const float* values = as_floats(x + first, size, buffer);
+      largest_of_chunk(values, size, count, kept, magnitudes);
+      levels = std::max(levels, encode(values, kept, magnitudes, count, words, of.records + c * words * 4));
+      for (int i = 0; i < count; ++i) kept[i] += int32_t(first);
+    }
+    raise(&largest, levels);
+  });
+  if (most) *most = bits_float(uint32_t(largest));
+}
+
+// Returns whether all levels are those of finite numbers.
+bool decode_chunks(const ChunkRecords& of, int64_t chunk, int threads) {
+  const int64_t words = chunk_words(of.k);
+  std::atomic<bool> valid{true};
+  parallel_chunks(ceil_div(of.n, chunk), std::max<int64_t>(1, kChunk / of.k), threads,
                   [&](int64_t, int64_t begin, int64_t end) {
-                    uint32_t magnitudes[kMostChunk];
-                    float buffer[kMostChunk];
                     for (int64_t c = begin; c < end; ++c) {
-                      const int64_t first = c * chunk;
-                      const int size = int(std::min(chunk, n - first)), count = int(chunk_count(size, chunk, k));
-                      int32_t* kept = indices + c * k;
-                      const float* values = as_floats(x + first, size, buffer);
-                      largest_of_chunk(values, size, count, kept, magnitudes);
-                      encode(values, kept, magnitudes, count, records + c * record);
-                      for (int i = 0; i < count; ++i) kept[i] += int32_t(first);
+                      uint32_t word[1 + kMostChunk / 16];
+                      const int count = int(chunk_count(std::min(chunk, of.n - c * chunk), chunk, of.k));
+                      std::memcpy(word, of.records + c * words * 4, size_t(words) * 4);
+                      if (!valid_levels(word[0])) valid.store(false, std::memory_order_relaxed);
+                      for (int i = 0; i < count; ++i)
+                        of.values[c * of.k + i] = chunk_value(word[1 + i / 16] >> (2 * (i % 16)), word[0]);
                     }
                   });
+  return valid;
 }
 
 }  // namespace
 
-void chunk_topk(const void* x, int dtype, int64_t n, int64_t chunk, int64_t k, int32_t* indices, uint8_t* records,
-                int threads) {
-  typed(x, dtype, [&](auto* of) { encode_chunks(of, n, chunk, k, indices, records, threads); });
+void chunk_topk(const ChunkSource* table, int64_t count, int dtype, int64_t chunk, float* most, int threads) {
+  parallel_pieces(
+      count, threads, [&](int64_t i) { return table[i].n; },
+      [&](int64_t i, int of_piece) {
+        typed(table[i].x, dtype,
+              [&](auto* x) { encode_chunks(x, table[i], chunk, most ? most + i : nullptr, of_piece); });
+      });
 }
 
-void chunk_topk_values(const uint8_t* records, int64_t n, int64_t chunk, int64_t k, float* values, int32_t* failed,
-                       int threads) {
-  const int64_t record = 4 * chunk_words(k);
-  int32_t bad = 0;
-  parallel_chunks(ceil_div(n, chunk), std::max<int64_t>(1, kChunk / k), threads,
-                  [&](int64_t, int64_t begin, int64_t end) {
-                    for (int64_t c = begin; c < end; ++c) {
-                      uint32_t words[1 + kMostChunk / 16];
-                      const int count = int(chunk_count(std::min(chunk, n - c * chunk), chunk, k));
-                      std::memcpy(words, records + c * record, size_t(chunk_words(count)) * 4);
-                      if (!valid_levels(words[0])) __atomic_store_n(&bad, 1, __ATOMIC_RELAXED);
-                      for (int i = 0; i < count; ++i)
-                        values[c * k + i] = chunk_value(words[1 + i / 16] >> (2 * (i % 16)), words[0]);
-                    }
-                  });
-  *failed = bad;
+void chunk_topk_values(const ChunkRecords* table, int64_t count, int64_t chunk, int32_t* failed, int threads) {
+  std::atomic<int64_t> first_invalid{count};
+  parallel_pieces(
+      count, threads, [&](int64_t i) { return table[i].n; },
+      [&](int64_t i, int of_piece) {
+        if (!decode_chunks(table[i], chunk, of_piece)) lower(&first_invalid, i);
+      });
+  if (first_invalid < count) *failed = int32_t(first_invalid) + 1;
 }
 
 }  // namespace gradzip::cpu

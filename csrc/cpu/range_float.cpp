@@ -1,6 +1,8 @@
 #include "common/range_float.h"
 
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -110,6 +112,33 @@ void encode(const RangeFloat& format, const float* x, int64_t n, bool stochastic
   for (int64_t count : counts) *outside += count;
 }
 
+// x[i] = the value of code_at(i). Returns whether all codes exist.
+template <class F>
+bool decode(const RangeFloat& format, int64_t n, float* x, int threads, F code_at) {
+  const uint32_t last = format.positive + format.negative;
+  std::atomic<bool> valid{true};
+  parallel_chunks(n, kChunk, threads, [&](int64_t, int64_t begin, int64_t end) {
+    uint32_t highest = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      const uint32_t code = code_at(i);
+      highest = std::max(highest, code);
+      x[i] = range_decode(format, code);
+    }
+    if (highest > last) valid.store(false, std::memory_order_relaxed);
+  });
+  return valid;
+}
+
+bool decode_packed(const RangeCodes& of, int bits, int threads) {
+  uint64_t wire;
+  std::memcpy(&wire, of.wire, sizeof wire);
+  RangeFloat format;
+  const int64_t nbytes = ceil_div(of.n * bits, 8);
+  return range_of_wire(wire, bits, &format) && decode(format, of.n, of.x, threads, [=](int64_t i) {
+           return uint32_t(read_bits(of.packed, nbytes, i * bits, bits));
+         });
+}
+
 }  // namespace
 
 static void fit(RangeFloat* format, const float* x, int64_t n, int bits, int mantissa, float vmin, float vmax,
@@ -169,27 +198,17 @@ void range_float_encode_packed(const RangeSource* table, int64_t count, int, boo
 
 void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t n, float* x, int32_t* failed,
                         int threads) {
-  const RangeFloat number = *format;
-  const uint32_t last = number.positive + number.negative;
-  std::vector<char> bad(ceil_div(n, kChunk), 0);
-  parallel_chunks(n, kChunk, threads, [&](int64_t chunk, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      bad[chunk] |= char(uint32_t(codes[i]) > last);
-      x[i] = range_decode(number, uint32_t(codes[i]));
-    }
-  });
-  if (std::any_of(bad.begin(), bad.end(), [](char b) { return b != 0; })) *failed = 1;
+  if (!decode(*format, n, x, threads, [=](int64_t i) { return uint32_t(codes[i]); })) *failed = 1;
 }
 
-void range_float_decode_wire(const uint8_t* wire, int bits, const int32_t* codes, int64_t n, float* x, int32_t* failed,
-                             int threads) {
-  uint64_t word;
-  std::memcpy(&word, wire, sizeof word);
-  RangeFloat format;
-  if (range_of_wire(word, bits, &format))
-    range_float_decode(&format, codes, n, x, failed, threads);
-  else
-    *failed = 1;
+void range_float_decode_packed(const RangeCodes* table, int64_t count, int bits, int32_t* failed, int threads) {
+  std::atomic<int64_t> first_invalid{count};
+  parallel_pieces(
+      count, threads, [&](int64_t i) { return table[i].n; },
+      [&](int64_t i, int of_piece) {
+        if (!decode_packed(table[i], bits, of_piece)) lower(&first_invalid, i);
+      });
+  if (first_invalid < count) *failed = int32_t(first_invalid) + 1;
 }
 
 }  // namespace gradzip::cpu

@@ -5,6 +5,7 @@
 
 #include "common/chunk_topk.h"
 #include "cuda/block/quads.cuh"
+#include "cuda/block/table.cuh"
 
 namespace gradzip::cuda {
 
@@ -71,13 +72,22 @@ GZ_DEVICE void for_each_set(uint32_t bits, F f) {
   for (; bits; bits &= bits - 1) f(__ffs(int(bits)) - 1);
 }
 
+constexpr int kChunkSources = 99, kChunkRecords = 124;  // vectors whose table fits the 4 KB of kernel arguments
+
+// Unless it is null, `most` is zeros at launch.
 template <class T>
-__global__ void __launch_bounds__(kBlock) chunk_topk_kernel(const T* x, int64_t n, int64_t chunks, int64_t chunk,
-                                                            int64_t k, int32_t* indices, uint32_t* records) {
+__global__ void __launch_bounds__(kBlock)
+    chunk_topk_kernel(Batch<ChunkSource, kChunkSources> batch, int64_t chunk, uint32_t* most) {
   __shared__ uint64_t sums[kBlock / kLanes];
   __shared__ uint32_t partial[kBlock / kLanes], codes[kCodeWords], largest, listed, reached;
   alignas(16) __shared__ uint32_t candidates[kMostCandidates];
-  for (int64_t c = blockIdx.x; c < chunks; c += gridDim.x) {
+  const ChunkSource& source = batch.of[blockIdx.y];
+  const T* x = static_cast<const T*>(source.x);
+  const int64_t n = source.n, k = source.k;
+  int32_t* indices = source.indices;
+  uint32_t* records = reinterpret_cast<uint32_t*>(source.records);
+  uint32_t largest_levels = 0;
+  for (int64_t c = blockIdx.x; c * chunk < n; c += gridDim.x) {
     const int64_t first = c * chunk, left = n - first;
     const int size = int(left < chunk ? left : chunk), mine = kMine * int(threadIdx.x);
     const int count = int(chunk_count(size, chunk, k));
@@ -139,17 +149,25 @@ __global__ void __launch_bounds__(kBlock) chunk_topk_kernel(const T* x, int64_t 
     });
     high = block_sum(high, sums);  // waits until all codes are in place, too
     uint32_t* record = records + c * chunk_words(k);
-    for (int i = int(threadIdx.x); i < int(chunk_words(count)) - 1; i += kBlock) record[1 + i] = codes[i];
-    if (threadIdx.x == 0)
-      record[0] = chunk_levels(largest, sum, uint64_t(count), high & ((uint64_t(1) << 40) - 1), high >> 40);
+    if (int(threadIdx.x) < int(chunk_words(k)) - 1) record[1 + threadIdx.x] = codes[threadIdx.x];
+    if (threadIdx.x == 0) {
+      const uint32_t levels =
+          chunk_levels(largest, sum, uint64_t(count), high & ((uint64_t(1) << 40) - 1), high >> 40);
+      record[0] = levels;
+      largest_levels = largest_levels > levels ? largest_levels : levels;  // not finite: above all that are
+    }
     __syncthreads();  // shared memory is used again
   }
+  if (most && largest_levels > 0) atomicMax(most + blockIdx.y, largest_levels);
 }
 
 // A thread decodes a value. Chunks whose levels are not those of finite numbers become NaN.
 __global__ void __launch_bounds__(kBlock)
-    chunk_topk_values_kernel(const uint32_t* records, int64_t k, int64_t numel, float* values, int32_t* failed) {
-  const int64_t words = chunk_words(k);
+    chunk_topk_values_kernel(Batch<ChunkRecords, kChunkRecords> batch, int64_t chunk, int32_t* failed) {
+  const ChunkRecords& of = batch.of[blockIdx.y];
+  const int64_t k = of.k, words = chunk_words(k), numel = chunks_count(of.n, chunk, k);
+  const uint32_t* records = reinterpret_cast<const uint32_t*>(of.records);
+  float* values = of.values;
   for (int64_t i = grid_thread(); i < numel; i += grid_threads()) {
     const int64_t c = i / k;
     const int inside = int(i - c * k);

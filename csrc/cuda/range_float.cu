@@ -52,10 +52,14 @@ void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t 
   launch(stream, grid_of(grid_for(ceil_div(n, kBlock))), kBlock, kernel<decode_kernel>, *format, codes, n, x, failed);
 }
 
-void range_float_decode_wire(const uint8_t* wire, int bits, const int32_t* codes, int64_t n, float* x, int32_t* failed,
-                             cudaStream_t stream) {
-  launch(stream, grid_of(grid_for(ceil_div(n, kBlock))), kBlock, kernel<decode_wire_kernel>, wire, bits, codes, n, x,
-         failed);
+void range_float_decode_packed(const RangeCodes* table, int64_t count, int bits, int32_t* failed,
+                               cudaStream_t stream) {
+  int64_t most = 0;
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, table[i].n);
+  for_each_batch<kRangeCodes>(std::vector<RangeCodes>(table, table + count), [&](const auto& batch, unsigned some) {
+    launch(stream, grid_of(grid_for_each(some, ceil_div(most, kBlock)), some), kBlock, kernel<decode_packed_kernel>,
+           batch, bits, failed);
+  });
 }
 
 }  // namespace gradzip::cuda

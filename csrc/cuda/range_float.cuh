@@ -5,6 +5,7 @@
 #include "common/range_float_fit.h"
 #include "cuda/block/bit_stream.cuh"
 #include "cuda/block/bytes.cuh"
+#include "cuda/block/quads.cuh"
 #include "cuda/block/table.cuh"
 
 namespace gradzip::cuda {
@@ -159,29 +160,35 @@ __global__ void __launch_bounds__(kBlock)
   add_outside(out, source.outside);
 }
 
-// A code that there is not becomes NaN, since nobody may be reading the flag; so does every one if the format is invalid.
-GZ_DEVICE void decode_all(const RangeFloat& format, bool valid, const int32_t* codes, int64_t n, float* x,
-                          int32_t* failed) {
+// x[i] = the value of code_at(i). A code that there is not becomes NaN, since nobody may be reading the flag; so does every
+// one if the format is invalid.
+template <class F>
+GZ_DEVICE void decode_all(const RangeFloat& format, bool valid, F code_at, int64_t n, float* x, int32_t* failed) {
   bool bad = !valid;
   for (int64_t i = grid_thread(); i < n; i += grid_threads()) {
-    const uint32_t code = uint32_t(__ldg(codes + i));
+    const uint32_t code = code_at(i);
     const bool exists = valid && code <= format.positive + format.negative;
     bad |= !exists;
-    x[i] = exists ? range_decode(format, code) : bits_float(0x7fc00000u);
+    x[i] = exists ? range_decode(format, code) : undecodable();
   }
   if (bad) report(failed);
 }
 
 __global__ void __launch_bounds__(kBlock)
     decode_kernel(RangeFloat format, const int32_t* codes, int64_t n, float* x, int32_t* failed) {
-  decode_all(format, true, codes, n, x, failed);
+  decode_all(format, true, [&](int64_t i) { return uint32_t(__ldg(codes + i)); }, n, x, failed);
 }
 
+constexpr int kRangeCodes = 124;  // entries whose table fits the 4 KB of kernel arguments
+
 __global__ void __launch_bounds__(kBlock)
-    decode_wire_kernel(const uint8_t* wire, int bits, const int32_t* codes, int64_t n, float* x, int32_t* failed) {
+    decode_packed_kernel(Batch<RangeCodes, kRangeCodes> batch, int bits, int32_t* failed) {
+  const RangeCodes& of = batch.of[blockIdx.y];
+  const uint8_t* packed = of.packed;
+  const int64_t n = of.n, nbytes = (n * bits + 7) / 8;
   RangeFloat format{};
-  const bool valid = range_of_wire(load_bytes<uint64_t>(wire), bits, &format);
-  decode_all(format, valid, codes, n, x, failed);
+  const bool valid = range_of_wire(load_bytes<uint64_t>(of.wire), bits, &format);
+  decode_all(format, valid, [&](int64_t i) { return read_bits(packed, nbytes, i * bits, bits); }, n, of.x, failed);
 }
 
 }  // namespace gradzip::cuda

@@ -208,9 +208,9 @@ class DGC(SparseCodec):
         assert group.state.payload is not None
         ranges = [(0, group.numel) if partition is None else partition[0][:2] for _, partition in group.state.payload]
         numels = [stop - start for start, stop in ranges]
-        parsed = [self.parse(payload, numel) for (payload, _), numel in zip(group.state.payload, numels)]
-        counts = [values.numel() for _, values in parsed]
-        sent = groups.index_code_decode([stream for stream, _ in parsed], numels, counts).long()
+        streams, values = self.parse([payload for payload, _ in group.state.payload], numels)
+        counts = list(map(Tensor.numel, values))
+        sent = groups.index_code_decode(streams, numels, counts).long()
         if len(ranges) > 1:
             torch._foreach_add_(sent.split_with_sizes(counts), [start for start, _ in ranges])
         return sent

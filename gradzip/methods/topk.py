@@ -116,11 +116,18 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
         """k of a payload of so many elements, on a device."""
         raise TypeError(f"{type(self).__name__}: got no `num_kept`, expected it where lengths are fixed")
 
-    def parse(self, payload: ops.Payload, numel: int) -> tuple[Tensor, Tensor]:
-        """Parse the payload of a gradient of `numel` elements: coded indices and values (float32).
+    def parse(self, payloads: Sequence[ops.Payload], numels: Sequence[int]) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """Parse payloads of gradients of so many elements. Returns their coded indices and values (float32).
 
-        Does not wait for the device: unused bytes may follow the indices there. Raises PayloadError.
+        Does not wait for the device: unused bytes may follow the indices there. Raises PayloadError, with its `index`.
         """
+        sections = for_each(list(zip(payloads, numels)), self._sections)
+        ks, packed, streams = map(list, zip(*sections))
+        return streams, self.values(payloads, packed, ks, numels)
+
+    def _sections(self, of: tuple[ops.Payload, int]) -> tuple[int, Tensor, Tensor]:
+        """k, the values as they are coded, and the coded indices of the payload of so many elements."""
+        payload, numel = of
         (k,) = _COUNT.unpack(payload.fields[:8])
         values_end = self.values_nbytes(k, numel)
         # Check before memory is allocated: decoded 2-bit values take 16 times their bytes in the payload.
@@ -133,7 +140,7 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
             stream, _ = ops.index_code_open(stream)
             if payload.body.numel() - values_end - stream.numel() >= ops.PAYLOAD_ALIGN:
                 raise ops.PayloadError(f"corrupt payload: its {k} values and indices do not fill it")
-        return stream, self.values(payload, k, numel, payload.body[:values_end])
+        return k, payload.body[:values_end], stream
 
     def values_nbytes(self, k: int, numel: int) -> int:
         """The bytes of the values of a payload that claims k. Raises PayloadError if no payload has so many."""
@@ -141,29 +148,29 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
             raise ops.PayloadError(f"corrupt payload: it claims {k} values of {numel} elements")
         return ops.packed_nbytes(k, self.bits)
 
-    def values(self, payload: ops.Payload, k: int, numel: int, packed: Tensor) -> Tensor:
-        """Decode the values (float32). Raises PayloadError."""
+    def values(
+        self, payloads: Sequence[ops.Payload], packed: Sequence[Tensor], ks: Sequence[int], numels: Sequence[int]
+    ) -> Sequence[Tensor]:
+        """Decode the k values of each payload (float32). Raises PayloadError, with its `index`."""
         if self.bits == 32:
-            return packed.view(torch.float32)
-        if packed.is_cuda:  # where the host has not read the fields
-            return ops.RangeFloat.decode_by_wire(payload.wire, self.bits, ops.unpack_bits(packed, self.bits, k))
-        number = ops.RangeFloat.from_wire(payload.fields[8:])
-        if number.bits != self.bits:
-            raise ops.PayloadError(f"corrupt payload: it claims {number.bits} bits, expected {self.bits}")
-        try:
-            return number.decode(ops.unpack_bits(packed, self.bits, k), wait=False)
-        except ValueError as error:
-            raise ops.PayloadError(f"corrupt payload: {error}") from None
+            return [own.view(torch.float32) for own in packed]
+        wires = list(map(attrgetter("wire"), payloads))
+        values, failed = groups.range_float_decode(wires, packed, self.bits, ks)
+        if failed:
+            raise ops.PayloadError(f"corrupt payload: {ops.BAD_CODES}", failed - 1)
+        return values
 
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
         if self.bits == 32 and sums[0].outs[0].is_cuda:
             self._sum_on_device(sums)
             return
+        payloads = [payload for coded in sums for payload in coded.payloads]
+        numels = [coded.outs[0].numel() for coded in sums for _ in coded.payloads]
+        terms = zip(*self.parse(payloads, numels))
         parsed = []
         for coded in sums:
-            (out,) = coded.outs
-            terms = for_each(coded.payloads, self.parse, out.numel())
-            parsed.append(ops.WeightedSum(out, [(term, coded.weight) for term in terms], coded.add))
+            own = list(itertools.islice(terms, len(coded.payloads)))
+            parsed.append(ops.WeightedSum(coded.outs[0], [(term, coded.weight) for term in own], coded.add))
         ops.index_code_decode_add_all(parsed)
 
     def _sum_on_device(self, sums: Sequence[CodedSum]) -> None:
@@ -265,7 +272,7 @@ class TopK(SparseCodec):
         ks = list(map(self.num_kept, map(Tensor.numel, vectors), map(attrgetter("step"), keys)))
         if self.chunk is None:
             return self._encode_samples(vectors, ks, keys)
-        return self._encode_chunks(vectors, ks, [self.chunk] * len(ks))
+        return self._encode_chunks(vectors, ks, self.chunk)
 
     def _encode_samples(self, vectors: Sequence[Tensor], ks: Sequence[int], keys: Sequence[Key]) -> list[Tensor]:
         numels, seeds = list(map(Tensor.numel, vectors)), map(attrgetter("bits"), keys)
@@ -277,12 +284,13 @@ class TopK(SparseCodec):
 
     # --- chunks
 
-    def _encode_chunks(self, vectors: Sequence[Tensor], ks: Sequence[int], chunks: Sequence[int]) -> list[Tensor]:
+    def _encode_chunks(self, vectors: Sequence[Tensor], ks: Sequence[int], chunk: int) -> list[Tensor]:
         numels = list(map(Tensor.numel, vectors))
-        nbytes = list(map(ops.chunk_topk_nbytes, numels, ks, chunks))
-        drafts = self._drafts(nbytes, list(map(ops.chunk_topk_count, numels, ks, chunks)), numels, vectors[0].device)
-        indices, records = zip(*map(ops.chunk_topk, vectors, ks, chunks, drafts.packed))
-        return self.complete(drafts._replace(ks=ks), indices, list(map(ops.chunk_topk_max_level, records, ks)))
+        counts = [ops.chunk_topk_count(numel, k, chunk) for numel, k in zip(numels, ks)]
+        nbytes = [ops.chunk_topk_nbytes(numel, k, chunk) for numel, k in zip(numels, ks)]
+        drafts = self._drafts(nbytes, counts, numels, vectors[0].device)
+        indices, most = groups.chunk_topk(vectors, counts, ks, chunk, drafts.packed)
+        return self.complete(drafts._replace(ks=ks), indices, most.split_with_sizes([1] * len(ks)))
 
     def values_nbytes(self, k: int, numel: int) -> int:
         if self.chunk is None:
@@ -291,7 +299,13 @@ class TopK(SparseCodec):
             raise ops.PayloadError(f"corrupt payload: it claims {k} values of each {self.chunk} elements")
         return ops.chunk_topk_nbytes(numel, k, self.chunk)
 
-    def values(self, payload: ops.Payload, k: int, numel: int, packed: Tensor) -> Tensor:
+    def values(
+        self, payloads: Sequence[ops.Payload], packed: Sequence[Tensor], ks: Sequence[int], numels: Sequence[int]
+    ) -> Sequence[Tensor]:
         if self.chunk is None:
-            return super().values(payload, k, numel, packed)
-        return ops.chunk_topk_values(packed, numel, k, self.chunk)
+            return super().values(payloads, packed, ks, numels)
+        counts = [ops.chunk_topk_count(numel, k, self.chunk) for numel, k in zip(numels, ks)]
+        values, failed = groups.chunk_topk_values(packed, numels, ks, counts, self.chunk)
+        if failed:
+            raise ops.PayloadError(f"corrupt payload: {ops.BAD_LEVELS}", failed - 1)
+        return values

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, groups
 from .errors import PayloadError
 
+BAD_LEVELS = "the levels of a chunk are not those of finite numbers"
 _MOST_CHUNK = 4096
 
 
@@ -52,12 +51,9 @@ def chunk_topk(x: Tensor, k: int, chunk: int, records: Tensor | None = None) -> 
         raise ValueError(f"{what}: got k = {k}, expected 1 to {chunk} (the elements of a chunk)")
     if n >= 2**31:
         raise ValueError(f"{what}: got {n} elements, expected fewer than 2^31")
-    indices = torch.empty(chunk_topk_count(n, k, chunk), dtype=torch.int32, device=x.device)
     nbytes = chunk_topk_nbytes(n, k, chunk)
     records = _native.output(records, nbytes, torch.uint8, x.device, f"{what}: records")
-    if n:
-        records[-4 * -(-k // 16) :].zero_()  # the last chunk may have fewer codes
-        _native.run(what, x, *_native.floats(x), n, chunk, k, indices.data_ptr(), records.data_ptr())
+    (indices,), _ = groups.chunk_topk([x], [chunk_topk_count(n, k, chunk)], [k], chunk, [records])
     return indices, records
 
 
@@ -75,17 +71,8 @@ def chunk_topk_values(records: Tensor, numel: int, k: int, chunk: int) -> Tensor
         raise PayloadError(f"{what}: got {records.numel()} bytes, expected {nbytes} for {k} elements of each {chunk}")
     if records.is_cuda and records.data_ptr() % 4:  # which reads words
         records = records.clone()
-    values = torch.empty(chunk_topk_count(numel, k, chunk), dtype=torch.float32, device=records.device)
-    arguments = (records.data_ptr(), numel, chunk, k, values.data_ptr())
-    if numel and _native.run_failed(what, records, *arguments):
-        raise PayloadError(f"{what}: corrupt records: the levels of a chunk are not those of finite numbers")
+    counts = [chunk_topk_count(numel, k, chunk)]
+    (values,), failed = groups.chunk_topk_values([records], [numel], [k], counts, chunk)
+    if failed:
+        raise PayloadError(f"{what}: corrupt records: {BAD_LEVELS}")
     return values
-
-
-def chunk_topk_max_level(records: Tensor, k: int) -> Tensor:
-    """Return the largest level, up to its last 8 bits, as a float32 tensor of 1 element; not finite if a level is not.
-
-    Does not wait for the device.
-    """
-    levels = records.view(torch.float32)[:: 1 + -(-k // 16)]
-    return torch.linalg.vector_norm(levels, math.inf, dim=0, keepdim=True)

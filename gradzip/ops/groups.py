@@ -336,6 +336,38 @@ def topk_abs(vectors: Sequence[Tensor], ks: Sequence[int], values: Sequence[Tens
     return indices
 
 
+def chunk_topk(
+    vectors: Sequence[Tensor], counts: Sequence[int], ks: Sequence[int], chunk: int, records: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], Tensor]:
+    """`ops.chunk_topk` of vectors of one type. Writes the records.
+
+    counts: of the elements that are kept of each.
+
+    Returns the indices, and the largest level of each vector, up to its last 8 bits: not finite if an element is not.
+    """
+    table = np.empty((len(vectors), 5), np.uint64)  # struct ChunkSource of csrc/common/chunk_topk.h
+    indices = torch.empty(sum(counts), dtype=torch.int32, device=vectors[0].device).split_with_sizes(counts)
+    table[:, 0], table[:, 1], table[:, 2] = addresses(vectors), numels(vectors), ks
+    table[:, 3], table[:, 4] = addresses(indices), addresses(records)
+    most = torch.empty(len(vectors), dtype=torch.float32, device=vectors[0].device)
+    _run_table("chunk_topk", most, [table], _native.FLOATS.index(vectors[0].dtype), chunk, most.data_ptr())
+    return indices, most
+
+
+def chunk_topk_values(
+    records: Sequence[Tensor], of: Sequence[int], ks: Sequence[int], counts: Sequence[int], chunk: int
+) -> tuple[Sequence[Tensor], int]:
+    """`ops.chunk_topk_values` of the records of so many elements each, of which so many are kept.
+
+    Returns the values, and 1 plus the number of the first records that are corrupt; 0 if there are none, and on CUDA.
+    """
+    values = torch.empty(sum(counts), dtype=torch.float32, device=records[0].device).split_with_sizes(counts)
+    table = np.empty((len(records), 4), np.uint64)  # struct ChunkRecords of csrc/common/chunk_topk.h
+    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = addresses(records), of, ks, addresses(values)
+    rows = table.__array_interface__["data"][0]
+    return values, _native.run_failed("chunk_topk_values", records[0], rows, len(table), chunk)
+
+
 def index_code_write(
     indices: Sequence[Tensor], of: Sequence[int], outs: Sequence[Tensor]
 ) -> Sequence[int] | Sequence[Tensor]:
@@ -415,6 +447,20 @@ def range_float_encode(
     table[:, 4], table[:, 5] = addresses(outs), outside.data_ptr()
     stochastic = keys is not None
     _run_table("range_float_encode_packed", x, [table], bits, stochastic, replays.address(x, stochastic))
+
+
+def range_float_decode(
+    wires: Sequence[Tensor], packed: Sequence[Tensor], bits: int, counts: Sequence[int]
+) -> tuple[Sequence[Tensor], int]:
+    """`RangeFloat.decode_packed` of several bit streams of so many codes each.
+
+    Returns the values, and 1 plus the number of the first stream that is corrupt; 0 if there is none, and on CUDA.
+    """
+    values = torch.empty(sum(counts), dtype=torch.float32, device=packed[0].device).split_with_sizes(counts)
+    table = np.empty((len(packed), 4), np.uint64)  # struct RangeCodes of csrc/common/range_float_fit.h
+    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = addresses(wires), addresses(packed), counts, addresses(values)
+    rows = table.__array_interface__["data"][0]
+    return values, _native.run_failed("range_float_decode_packed", packed[0], rows, len(table), bits)
 
 
 def bitmap_code_write(

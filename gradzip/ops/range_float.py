@@ -22,6 +22,7 @@ WORDS = np.dtype(  # struct RangeFloat of csrc/common/range_float.h
         ("vmin", "<f4"), ("vmax", "<f4"),
     ]
 )  # fmt: skip
+BAD_CODES = "got another format than one of these bits, or a code that it does not have"
 _WIRE_FIELDS = ("pbase", "positive", "mantissa", "bits")
 _WIRE = np.dtype(list(zip(_WIRE_FIELDS, ("<u4", "<u2", "u1", "u1"))))
 
@@ -159,25 +160,28 @@ class RangeFloat:
 
     @staticmethod
     @takes_arrays
-    def decode_by_wire(wire: Tensor, bits: int, codes: Tensor) -> Tensor:
-        """Return the values of codes of the format that `to_wire` wrote, without waiting to know it.
+    def decode_packed(wire: Tensor, packed: Tensor, bits: int, numel: int) -> Tensor:
+        """Return the values of a bit stream of codes of the format that `to_wire` wrote, without waiting to know it.
 
-        wire: uint8 of 8, on the device of the codes. bits: those of the format. codes: any shape, int32. Returns
-        float32 of the same shape, with the bits of `decode`. Deterministic. Raises PayloadError unless `from_wire`
-        accepts the format, it has `bits` bits, and it has all codes. On CUDA, which does not wait for the device,
-        values are NaN instead: all of them, or those without a code.
+        wire: uint8 of 8, on the device of the codes. packed: what `encode_packed` writes, uint8 of ceil(numel * bits /
+        8). bits: those of the format. Returns float32 of `numel`, with the bits of `decode`. Deterministic. Raises
+        PayloadError unless `from_wire` accepts the format, it has `bits` bits, and it has all codes. On CUDA, which
+        does not wait for the device, values are NaN instead: all of them, or those without a code.
 
-        >>> number, codes = RangeFloat(8, 3, -1.0, 1.0), torch.tensor([0, 5], dtype=torch.int32)
+        >>> number, packed = RangeFloat(8, 3, -1.0, 1.0), torch.tensor([0, 5], dtype=torch.uint8)
         >>> wire = torch.frombuffer(bytearray(number.to_wire()), dtype=torch.uint8)
-        >>> bool((RangeFloat.decode_by_wire(wire, 8, codes) == number.decode(codes)).all())
+        >>> bool((RangeFloat.decode_packed(wire, packed, 8, 2) == number.decode(packed.int())).all())
         True
         """
-        codes = _native.check(codes, torch.int32, "RangeFloat.decode_by_wire: codes")
-        wire = _native.check(wire, torch.uint8, "RangeFloat.decode_by_wire: wire", _WIRE.itemsize, codes.device)
-        x = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-        arguments = (wire.data_ptr(), bits, codes.data_ptr(), codes.numel(), x.data_ptr())
-        if _native.run_failed("range_float_decode_wire", codes, *arguments):
-            raise PayloadError(f"corrupt range float: got another format than one of {bits} bits with these codes")
+        what = "RangeFloat.decode_packed"
+        contents = f"{numel} codes of {bits} bits"
+        packed = _native.check_nbytes(packed, packed_nbytes(numel, bits), contents, f"{what}: packed")
+        wire = _native.check(wire, torch.uint8, f"{what}: wire", _WIRE.itemsize, packed.device)
+        x = torch.empty(numel, dtype=torch.float32, device=packed.device)
+        table = _native.Table("<QQqQ")  # struct RangeCodes of csrc/common/range_float_fit.h
+        table.add(wire, packed, numel, x)
+        if table.run_failed("range_float_decode_packed", bits):
+            raise PayloadError(f"corrupt range float: {BAD_CODES}")
         return x
 
     def to_wire(self) -> bytes:

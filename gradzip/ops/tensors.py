@@ -32,10 +32,10 @@ from .block_float import block_float_nbytes as block_float_nbytes
 from .block_float import check_block_float as check_block_float
 from .bucket_norms import bucket_norms as bucket_norms
 from .bucket_norms import num_buckets as num_buckets
+from .chunk_topk import BAD_LEVELS as BAD_LEVELS
 from .chunk_topk import check_chunk as check_chunk
 from .chunk_topk import chunk_topk as chunk_topk
 from .chunk_topk import chunk_topk_count as chunk_topk_count
-from .chunk_topk import chunk_topk_max_level as chunk_topk_max_level
 from .chunk_topk import chunk_topk_nbytes as chunk_topk_nbytes
 from .chunk_topk import chunk_topk_values as chunk_topk_values
 from .compact import compact as compact
@@ -109,6 +109,7 @@ from .quantize import quantize_decode_sum as quantize_decode_sum
 from .quantize import quantize_packed as quantize_packed
 from .quantize import quantize_packed_all as quantize_packed_all
 from .random_indices import random_indices as random_indices
+from .range_float import BAD_CODES as BAD_CODES
 from .range_float import RangeFloat as RangeFloat
 from .range_float import check_format as check_format
 from .range_float import words_of_wire as words_of_wire

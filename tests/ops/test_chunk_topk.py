@@ -10,9 +10,9 @@ from gradzip.ops import (
     PayloadError,
     chunk_topk,
     chunk_topk_count,
-    chunk_topk_max_level,
     chunk_topk_nbytes,
     chunk_topk_values,
+    groups,
 )
 from reference import FLT_MAX, SIZES, Guarded, U, arrays, as_tensor, examples, same_everywhere, sliced
 
@@ -75,8 +75,6 @@ def test_kept_elements_and_their_values(chunk, k):
             elif n:
                 with pytest.raises(PayloadError, match="levels of a chunk are not those of finite numbers"):
                     chunk_topk_values(records, n, k, chunk)
-            if n:
-                assert chunk_topk_max_level(records, k).isfinite().item() == all(finite)
 
 
 def test_squared_error_is_that_of_two_means():
@@ -92,6 +90,43 @@ def test_squared_error_is_that_of_two_means():
     ]
     best, one = np.min(cuts, 0).sum(), ((magnitudes - magnitudes.mean(1, keepdims=True)) ** 2).sum()
     assert best < ((kept - values) ** 2).sum() < 1.25 * best < 0.5 * one
+
+
+@pytest.mark.parametrize("chunk", [32, 256, 4096])
+def test_several_vectors_in_one_call(chunk):
+    """The bits of as many calls, with a k for each vector; and the largest level of each."""
+    rng = np.random.default_rng(chunk)
+    sizes = [0, 1, 31, chunk, chunk + 1, 40_000, *rng.integers(1, 5 * chunk, 120).tolist()]
+    xs = [sliced((rng.standard_normal(n) * 2.0 ** rng.integers(-20, 20)).astype(np.float32)) for n in sizes]
+    xs[4][-1], xs[5][777] = np.inf, np.nan
+    ks = [1 + i % chunk for i in range(len(sizes))]
+    counts = list(map(chunk_topk_count, sizes, ks, [chunk] * len(ks)))
+    expected = [chunk_topk(x, k, chunk) for x, k in zip(xs, ks)]
+    outs = [Guarded(chunk_topk_nbytes(n, k, chunk), torch.uint8) for n, k in zip(sizes, ks)]
+
+    def run():
+        indices, most = groups.chunk_topk(xs, counts, ks, chunk, [out.out for out in outs])
+        return torch.cat(list(indices)), most, *(out.out.clone() for out in outs)
+
+    indices, most, *records = same_everywhere(run)
+    assert torch.equal(indices, torch.cat([own for own, _ in expected]))
+    assert all(torch.equal(got, own) for got, (_, own) in zip(records, expected))
+    assert all(out.intact() for out in outs)
+    assert not most[[4, 5]].isfinite().any() and most[0] == 0
+    some = [i for i in range(1, len(sizes)) if i not in (4, 5)]  # finite, and not empty
+    words = [levels(records[i], ks[i]) for i in some]
+    assert [most[i].view(torch.int32).item() >> 16 for i in some] == [
+        int(high.max().view(np.uint32)) >> 16 for _, high, _ in words
+    ]
+    of = [[list_of[i] for i in some] for list_of in (records, sizes, ks, counts)]
+    values, failed = groups.chunk_topk_values(*of, chunk)
+    assert failed == 0
+    for i, own in zip(some, values):
+        assert torch.equal(own, chunk_topk_values(records[i], sizes[i], ks[i], chunk))
+    for wrong in (some.index(6), len(some) - 1):  # the first of two
+        of[0][wrong] = of[0][wrong].clone()
+        of[0][wrong].view(torch.int16)[1] = 0x7FC0
+    assert groups.chunk_topk_values(*of, chunk)[1] == some.index(6) + 1
 
 
 @pytest.mark.parametrize("chunk, k", FORMATS[2:])

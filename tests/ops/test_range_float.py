@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given
 
-from gradzip.ops import PayloadError, RangeFloat, packed_nbytes
+from gradzip.ops import PayloadError, RangeFloat, groups, packed_nbytes
 from reference import (
     FLT_MAX,
     LARGE,
@@ -393,6 +393,30 @@ def test_wire_round_trip():
             assert peer.to_wire() == wire
 
 
+def packed(codes, bits):
+    """What `decode_packed` takes of codes: their stream, bits, and number."""
+    return torch.from_numpy(pack_bits(codes.numpy(), bits)), bits, codes.numel()
+
+
+def test_several_streams_in_one_call():
+    rng = np.random.default_rng(5)
+    for bits in (2, 5, 8, 13, 16):
+        numbers = [RangeFloat(bits, 1 + i % bits, -float(i % 3), 2.0 ** (i - 60)) for i in range(130)]
+        counts = [0, 40_000, *rng.integers(0, 300, 128).tolist()]
+        codes = [
+            torch.from_numpy(rng.integers(0, 1 + number.positive + number.negative, count, dtype=np.int32))
+            for number, count in zip(numbers, counts)
+        ]
+        wires = [torch.frombuffer(bytearray(number.to_wire()), dtype=torch.uint8) for number in numbers]
+        streams = [sliced(pack_bits(own.numpy(), bits)) for own in codes]
+        values, failed = groups.range_float_decode(wires, streams, bits, counts)
+        assert failed == 0
+        for own, number, of in zip(values, numbers, codes):
+            assert torch.equal(own, number.decode(of))
+        wires[77][7], wires[99][7] = bits + 1, bits - 1
+        assert groups.range_float_decode(wires, streams, bits, counts)[1] == 78
+
+
 @examples
 @example(struct.pack("<IHBB", 2**32 - 1, 0, 8, 8))
 @example(struct.pack("<IHBB", 0x7F7FFFFF >> 7, 1, 16, 16))
@@ -409,16 +433,17 @@ def test_a_wire_form_decodes_to_finite_numbers_or_is_refused(wire):
     try:
         number = RangeFloat.from_wire(wire)
     except PayloadError:
-        with pytest.raises(PayloadError, match=f"expected|got another format than one of {bits} bits"):
-            RangeFloat.decode_by_wire(on_device, bits, torch.zeros(1, dtype=torch.int32))
+        with pytest.raises(PayloadError, match="expected|got another format than one of these bits"):
+            RangeFloat.decode_packed(on_device, torch.zeros(-(-bits // 8), dtype=torch.uint8), bits, 1)
         return
     codes = torch.arange(1 + number.positive + number.negative, dtype=torch.int32)
-    assert torch.equal(RangeFloat.decode_by_wire(on_device, bits, codes), number.decode(codes))
-    with pytest.raises(PayloadError, match="corrupt range float"):
-        RangeFloat.decode_by_wire(on_device, bits, codes + 1)
-    for others in (bits - 1, bits + 1):
-        with pytest.raises(PayloadError, match=f"got another format than one of {others} bits"):
-            RangeFloat.decode_by_wire(on_device, others, codes)
+    assert torch.equal(RangeFloat.decode_packed(on_device, *packed(codes, bits)), number.decode(codes))
+    if len(codes) < 2**bits:
+        with pytest.raises(PayloadError, match="a code that it does not have"):
+            RangeFloat.decode_packed(on_device, *packed(codes + 1, bits))
+    for others in {max(1, bits - 1), bits + 1} - {bits}:
+        with pytest.raises(PayloadError, match="got another format than one of these bits"):
+            RangeFloat.decode_packed(on_device, *packed(codes, others))
     assert number.positive + number.negative < 2**number.bits
     values = number.decode(torch.arange(1 + number.positive + number.negative, dtype=torch.int32))
     assert values.isfinite().all()

@@ -1,4 +1,4 @@
-// range_float_fit, range_float_encode, range_float_encode_packed, range_float_decode and range_float_decode_wire.
+// range_float_fit, range_float_encode, range_float_encode_packed, range_float_decode and range_float_decode_packed.
 #include "check.h"
 
 #include "cpu/ops.h"
@@ -56,11 +56,14 @@ static void test_encode(const simt::Buffer<float>& x, int64_t n, int bits, bool 
     const simt::Buffer<uint8_t> wire(8, n % 8);
     const uint64_t word = range_wire(number);
     std::memcpy(wire.get(), &word, 8);
+    cpu::pack_bits(expected, n, bits, packed, 1);  // drawn without replays
     for (const bool valid : {true, false}) {
       *failed.get() = 0;
-      cuda::range_float_decode_wire(wire, valid ? bits : bits + 1, codes, n, values, failed, nullptr);
-      simt::expect_equal(*failed.get(), int32_t(!valid), "range_float_decode_wire: failed");
-      if (valid) simt::expect_equal(values.get(), expected_values.get(), n, "range_float_decode_wire");
+      if (!valid) wire[7] = uint8_t(bits + 1);
+      const RangeCodes of{wire, packed, n, values};
+      cuda::range_float_decode_packed(&of, 1, bits, failed, nullptr);
+      simt::expect_equal(*failed.get(), int32_t(!valid), "range_float_decode_packed: failed");
+      if (valid) simt::expect_equal(values.get(), expected_values.get(), n, "range_float_decode_packed");
       for (int64_t i = 0; !valid && i < n; ++i)
         if (!std::isnan(values[i])) std::fprintf(stderr, "an invalid format gives a number\n"), std::exit(1);
     }
@@ -103,9 +106,46 @@ static void test_several(int bits, int mantissa, bool stochastic) {
   simt::expect_equal(*out.get(), out_there, "range_float_encode_packed of several: outside");
 }
 
+// More bit streams than a launch takes; of one of each launch, the last code does not exist.
+static void test_decode_several(int bits) {
+  constexpr int64_t kCount = cuda::kRangeCodes + 5;
+  std::vector<simt::Buffer<uint8_t>> wires, streams;
+  std::vector<simt::Buffer<float>> wanted, got;
+  std::vector<RangeCodes> there, here;
+  for (int64_t i = 0; i < kCount; ++i) {
+    const int64_t n = i == 3 ? 9001 : i % 7 * i;
+    const RangeFloat number = make_range_float(bits, 1 + int(i) % bits, -0.5f * float(i % 2), 1.5f);
+    const uint32_t last = number.positive + number.negative;
+    std::vector<int32_t> codes(size_t(n), 0);
+    for (int64_t j = 0; j < n; ++j) codes[size_t(j)] = int32_t(uint32_t(j * 7919 + i) % (last + 1));
+    if (n && (i == 50 || i == kCount - 1) && last + 1 < 1u << bits) codes.back() = int32_t(last + 1);
+    const uint64_t word = range_wire(number);
+    wires.emplace_back(8, i % 8);
+    std::memcpy(wires.back().get(), &word, 8);
+    streams.emplace_back((n * bits + 7) / 8, i % 5);
+    cpu::pack_bits(codes.data(), n, bits, streams.back(), 1);
+    wanted.emplace_back(n);
+    got.emplace_back(n, i % 4);
+    there.push_back({wires.back(), streams.back(), n, wanted.back()});
+    here.push_back({wires.back(), streams.back(), n, got.back()});
+  }
+  int32_t failed_there = 0, failed = 0;
+  cpu::range_float_decode_packed(there.data(), kCount, bits, &failed_there, 2);
+  cuda::range_float_decode_packed(here.data(), kCount, bits, &failed, nullptr);
+  simt::expect_equal(failed, int32_t(failed_there > 0), "range_float_decode_packed of several: failed");
+  for (int64_t i = 0; i < kCount; ++i) {
+    const bool corrupt = failed_there && (i == 50 || i == kCount - 1);
+    const int64_t n = here[size_t(i)].n - (corrupt ? 1 : 0);
+    simt::expect_equal(got[size_t(i)].get(), wanted[size_t(i)].get(), n, "range_float_decode_packed of several");
+    if (corrupt) simt::expect_equal(std::isnan(got[size_t(i)][n]), true, "a code there is not, of several");
+  }
+  cuda::range_float_decode_packed(here.data(), kCount, bits, nullptr, nullptr);
+}
+
 int main() {
   test_several(8, -1, false);
   test_several(5, 2, true);
+  for (int bits : {2, 7, 16}) test_decode_several(bits);
   for (int64_t n : simt::kSizes) {
     for (simt::Kind kind : simt::kKinds) {
       const simt::Buffer<float> x(simt::data(kind, n), n % 4);
