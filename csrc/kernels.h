@@ -69,18 +69,20 @@ KERNEL(restore, const float* number, const Restoration* table, int64_t count);
 KERNEL_WITH_WORKSPACE(select, const float* x, int64_t n, int64_t k, Selection* selection);
 
 // --- topk_abs
-// Indices of the elements that `select` chooses, ascending, and their values, for each vector of the table, which is in
-// host memory on every device. 1 <= k <= n < 2^31.
-// On CUDA: A launch takes kMostVectors of them. At most five reads of x, three as a rule.
+// Indices of the elements of a selection, ascending, and their values, for each vector of the table, which is in host
+// memory on every device. A selection of the table has k elements, 0 <= k <= n < 2^31. If it is null, `select` makes it,
+// of k >= 1.
+// On CUDA: A launch takes kMostVectors of them. Of a given selection one read of x, two at most; otherwise three as a
+// rule, five at most.
 KERNEL_WITH_WORKSPACE(topk_abs, const TopkSource* table, int64_t count);
 
 // --- select_sampled
-// About k of the largest |x|, 1 <= k <= n, by a threshold found on a random sample (drawn with `key`). *count is the
-// number selected: within 10 % of k; or exactly k, by `select`, if no sample comes that close; or the number of nonzero
-// elements if that is less than k. Expected cost: one read of x.
-// On CUDA: As a rule one read of x, at most four.
-KERNEL_WITH_WORKSPACE(select_sampled, const float* x, int64_t n, int64_t k, uint64_t key, Selection* selection,
-                      int64_t* count);
+// About k of the largest |x|, 1 <= k <= n, by a threshold found on a random sample (drawn with `key`), for each vector
+// of the table, which is in host memory on every device. *count of an entry is the number selected: within 10 % of k; or
+// exactly k, by `select`, if no sample comes that close; or the number of nonzero elements if that is less than k.
+// Expected cost: one read of x.
+// On CUDA: A launch takes kMostVectors of them. As a rule one read of x, at most four.
+KERNEL_WITH_WORKSPACE(select_sampled, const SampledSource* table, int64_t count);
 
 // --- bitmap
 // Bit i % 8 of bitmap[i / 8] is set if x[i] is selected; bits past n are 0. *count is the number of bits set.

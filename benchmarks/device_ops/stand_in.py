@@ -424,7 +424,7 @@ def _draws_by_keys_alone(arguments: dict[str, Any]) -> bool:
     """Whether a kernel draws random numbers that depend on arguments of its launch alone. arguments: by parameter."""
     if not (arguments.get("bool stochastic", True) and arguments.get("const uint64_t* keys", True)):
         return False
-    return not arguments.get("const int64_t* replays", "uint64_t key" not in arguments)
+    return not arguments.get("const int64_t* replays", arguments.keys().isdisjoint(KEYS))
 
 
 def compute(name: str, parameters: list[str], arguments: list[Any]) -> None:
@@ -453,24 +453,32 @@ def _parameters() -> dict[str, list[str]]:
 PARAMETERS = _parameters()
 
 
+def _structs() -> dict[str, str]:
+    """The fields of each struct of a table, as in the headers."""
+    structs = []
+    for header in sorted((ROOT / "csrc" / "common").glob("*.h")):
+        text = re.sub(r"//.*", "", header.read_text())
+        structs += re.findall(r"^struct (\w+) {\n([^}]*)};\nstatic_assert\(.* writes it", text, re.MULTILINE)
+    return dict(structs)
+
+
 def _tables() -> dict[str, list[bool]]:
     """For each field of the structs of tables, 8 bytes each: whether it is a pointer to constants."""
 
     def words(fields: str) -> int:
         return 6 if "PayloadHeader" in fields else fields.count(",") + 1
 
-    structs = []
-    for header in sorted((ROOT / "csrc" / "common").glob("*.h")):
-        text = re.sub(r"//.*", "", header.read_text())
-        structs += re.findall(r"^struct (\w+) {\n([^}]*)};\nstatic_assert\(.* writes it", text, re.MULTILINE)
     return {
         name: ["const" in fields for fields in body.split(";")[:-1] for _ in range(words(fields))]
-        for name, body in structs
+        for name, body in STRUCTS.items()
         if not re.fullmatch(READ_WHOLE, name)
     }
 
 
+STRUCTS = _structs()
 TABLES = _tables()
+# Parameters by which kernels take keys of the random generator.
+KEYS = {"uint64_t key", *(f"const {name}* table" for name, fields in STRUCTS.items() if "uint64_t key;" in fields)}
 
 
 class StandIn:

@@ -15,6 +15,16 @@ struct Selection {
 };
 static_assert(sizeof(Selection) == 16, "gradzip/ops/select.py reads it");
 
+// A vector of n elements, where the selection of about k of them goes, and their number. key: of the samples.
+struct SampledSource {
+  const float* x;
+  int64_t n, k;
+  uint64_t key;
+  Selection* selection;
+  int64_t* count;
+};
+static_assert(sizeof(SampledSource) == 48, "gradzip/ops/groups.py writes it");
+
 // Sampling for about k of n: each sample is four times as large as the one before, until one is close enough or
 // sampling costs as much as reading all of the data.
 constexpr int64_t kSampleHits = 400;  // expected in the sample above the threshold: 5 % standard deviation

@@ -3,15 +3,18 @@
 
 #include <cstdint>
 
+#include "common/selection.h"
+
 namespace gradzip {
 
-// A vector of n elements, and where the k largest go.
+// A vector of n elements, and where k of them go: those of the selection, or the largest if it is null.
 struct TopkSource {
   const float* x;
   int64_t n, k;
+  const Selection* selection;
   int32_t* indices;
   float* values;
 };
-static_assert(sizeof(TopkSource) == 40, "gradzip/ops/topk_abs.py writes it");
+static_assert(sizeof(TopkSource) == 48, "gradzip/ops/groups.py writes it");
 
 }  // namespace gradzip

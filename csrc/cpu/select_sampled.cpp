@@ -47,10 +47,8 @@ uint32_t search(const std::vector<uint32_t>& sample, int64_t wanted) {
   return threshold;
 }
 
-}  // namespace
-
-void select_sampled(const float* x, int64_t n, int64_t k, uint64_t key, Selection* selection, int64_t* count,
-                    int threads) {
+// Returns the number of elements selected.
+int64_t find(const float* x, int64_t n, int64_t k, uint64_t key, Selection* selection, int threads) {
   const auto* bits = reinterpret_cast<const uint32_t*>(x);
   int64_t size = first_sample(n, k);
   uint64_t counter = 0;
@@ -59,17 +57,27 @@ void select_sampled(const float* x, int64_t n, int64_t k, uint64_t key, Selectio
     counter += uint64_t(size) / 4;
     const uint32_t threshold = search(sample, sampled_rank(n, k, size));
     if (threshold == 0) break;  // mostly zeros
-    *count = count_all(bits, n, threshold, threads);
-    if (close_enough(*count, k)) {
+    const int64_t count = count_all(bits, n, threshold, threads);
+    if (close_enough(count, k)) {
       *selection = {bits_float(threshold), 0, n};
-      return;
+      return count;
     }
   }
   select(x, n, k, selection, threads);
-  *count = k;
-  if ((float_bits(selection->threshold) & 0x7fffffffu) != 0) return;
+  if ((float_bits(selection->threshold) & 0x7fffffffu) != 0) return k;
   *selection = {bits_float(1), 0, n};  // fewer than k are nonzero: keep those
-  *count = count_all(bits, n, 1, threads);
+  return count_all(bits, n, 1, threads);
+}
+
+}  // namespace
+
+void select_sampled(const SampledSource* table, int64_t count, int threads) {
+  parallel_pieces(
+      count, threads, [&](int64_t i) { return table[i].n; },
+      [&](int64_t i, int of_piece) {
+        const auto [x, n, k, key, selection, found] = table[i];
+        *found = find(x, n, k, key, selection, of_piece);
+      });
 }
 
 }  // namespace gradzip::cpu

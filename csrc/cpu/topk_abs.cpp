@@ -10,9 +10,12 @@ void topk_abs(const TopkSource* table, int64_t count, int threads) {
   parallel_pieces(
       count, threads, [&](int64_t i) { return table[i].n; },
       [&](int64_t i, int of_piece) {
-        const auto [x, n, k, indices, values] = table[i];
+        const auto [x, n, k, given, indices, values] = table[i];
         Selection selection;
-        select(x, n, k, &selection, of_piece);
+        if (given)
+          selection = *given;
+        else
+          select(x, n, k, &selection, of_piece);
         const std::unique_ptr<uint8_t[]> marks(new uint8_t[size_t(n + 7) / 8]);
         int64_t set;
         bitmap(x, n, &selection, marks.get(), &set, of_piece);

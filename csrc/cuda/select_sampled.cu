@@ -14,26 +14,48 @@ int64_t largest_sample(int64_t n, int64_t k) {
 
 }  // namespace
 
-int64_t select_sampled(void* workspace, const float* x, int64_t n, int64_t k, uint64_t key, Selection* selection,
-                       int64_t* count, cudaStream_t stream) {
+int64_t select_sampled(void* workspace, const SampledSource* table, int64_t count, cudaStream_t stream) {
   Arena arena(workspace);
-  auto* state = arena.take<SampledState>(1);
-  auto* exact = arena.take<Selection>(1);
-  auto* sample = arena.take<float>(largest_sample(n, k));
-  const SelectLaunch passes(arena, {{x, n, k, workspace ? &state->exact : nullptr, exact, {}}});
-  if (!workspace) return arena.nbytes();
-  clear(state, sizeof *state, stream);
-  uint64_t counter = 0;
-  int64_t size = first_sample(n, k);
-  for (int round = 0; round < kSampleRounds && sample_pays(size, n); ++round, size *= 4) {
-    launch(stream, grid_of(grid_for(ceil_div(size, 4 * kSelectBlock), 4)), kSelectBlock, kernel<sample_kernel>, x, n,
-           size, sampled_rank(n, k, size), key, counter, round, sample, state);
-    launch(stream, grid_of(grid_for(ceil_div(n, 16 * kBlock))), kBlock, kernel<sample_count_kernel>, x, n, k, round,
-           state, selection, count);
-    counter += uint64_t(size) / 4;
+  auto* states = arena.take<SampledState>(count);
+  std::vector<SelectEntry> vectors;
+  std::vector<SampledEntry> entries;
+  for (int64_t i = 0; i < count; ++i) {
+    const SampledSource& source = table[i];
+    auto* state = workspace ? states + i : nullptr;
+    auto* exact = arena.take<Selection>(1);
+    vectors.push_back({source.x, source.n, source.k, workspace ? &state->exact : nullptr, exact, {}});
+    entries.push_back({source, state, exact, nullptr, first_sample(source.n, source.k), 0, 0});
+  }
+  Arena later = arena;  // what exact selections take is where the samples were
+  for (SampledEntry& entry : entries) entry.sample = arena.take<float>(largest_sample(entry.source.n, entry.source.k));
+  const SelectLaunch passes(later, std::move(vectors));
+  if (!workspace) return std::max(arena.nbytes(), later.nbytes());
+  clear(states, count * int64_t(sizeof *states), stream);
+  for (int round = 0; round < kSampleRounds; ++round) {
+    std::vector<SampledEntry> paying;
+    for (SampledEntry& entry : entries) {
+      const auto& [x, n, k, key, selection, found] = entry.source;
+      entry.rank = sampled_rank(n, k, entry.size);
+      if (sample_pays(entry.size, n)) paying.push_back(entry);
+      entry.counter += uint64_t(entry.size) / 4;
+      entry.size *= 4;
+    }
+    for_each_batch(paying, [&](const Batch<SampledEntry>& batch, unsigned some) {
+      int64_t size = 0, longest = 0;
+      for (unsigned i = 0; i < some; ++i) {
+        size = std::max(size, batch.of[i].size);
+        longest = std::max(longest, batch.of[i].source.n);
+      }
+      launch(stream, grid_of(grid_for_each(some, ceil_div(size, 4 * kSelectBlock), 4), some), kSelectBlock,
+             kernel<sample_kernel>, batch, round);
+      launch(stream, grid_of(grid_for_each(some, ceil_div(longest, 16 * kBlock)), some), kBlock,
+             kernel<sample_count_kernel>, batch, round);
+    });
   }
   passes.launch_on(stream);
-  launch(stream, grid_of(1), kLanes, kernel<sample_finish_kernel>, n, k, state, exact, selection, count);
+  for_each_batch(entries, [&](const Batch<SampledEntry>& batch, unsigned some) {
+    launch(stream, grid_of(1, some), kLanes, kernel<sample_finish_kernel>, batch);
+  });
   return 0;
 }
 

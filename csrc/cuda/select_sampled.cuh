@@ -24,6 +24,16 @@ struct SampledState {
   uint32_t exact_only;  // a sample was mostly zeros
 };
 
+// A vector, and its sample of a round: of `size` elements, drawn from `counter` on.
+struct SampledEntry {
+  SampledSource source;
+  SampledState* state;
+  const Selection* exact;
+  float* sample;
+  int64_t size, rank;
+  uint64_t counter;
+};
+
 template <int kPass>
 GZ_DEVICE void select_in_sample(const float* sample, int64_t size, int64_t rank, SelectState* state,
                                 Selection* selection) {
@@ -45,12 +55,13 @@ GZ_DEVICE void select_in_sample(const float* sample, int64_t size, int64_t rank,
   __syncthreads();
 }
 
-__global__ void __launch_bounds__(kSelectBlock)
-    sample_kernel(const float* x, int64_t n, int64_t size, int64_t rank, uint64_t key, uint64_t counter, int round,
-                  float* sample, SampledState* state) {
+__global__ void __launch_bounds__(kSelectBlock) sample_kernel(Batch<SampledEntry> batch, int round) {
+  const auto& [source, state, exact, sample, size, rank, counter] = batch.of[blockIdx.y];
   if (state->exact.done || state->exact_only) return;
+  const float* x = source.x;
+  const int64_t n = source.n;
   for (int64_t i = grid_thread(); i < size / 4; i += grid_threads()) {
-    const Philox4 random = philox(key, counter + uint64_t(i));
+    const Philox4 random = philox(source.key, counter + uint64_t(i));
     float value[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) value[j] = __ldg(x + sampled_index(random.v[j], n));
@@ -66,10 +77,11 @@ __global__ void __launch_bounds__(kSelectBlock)
   if (state->rounds[round].threshold == 0) state->exact_only = 1;
 }
 
-__global__ void __launch_bounds__(kBlock)
-    sample_count_kernel(const float* x, int64_t n, int64_t k, int round, SampledState* state, Selection* selection,
-                        int64_t* count) {
+__global__ void __launch_bounds__(kBlock) sample_count_kernel(Batch<SampledEntry> batch, int round) {
   __shared__ int64_t partial[kLanes];
+  const SampledEntry& entry = batch.of[blockIdx.y];
+  const auto [x, n, k, key, selection, count] = entry.source;
+  SampledState* state = entry.state;
   if (state->exact.done || state->exact_only) return;
   SampleState& mine = state->rounds[round];
   const uint32_t threshold = mine.threshold;
@@ -85,9 +97,12 @@ __global__ void __launch_bounds__(kBlock)
 }
 
 // Copies the exact selection to `selection` if no sample was close enough.
-__global__ void sample_finish_kernel(int64_t n, int64_t k, const SampledState* state, const Selection* exact,
-                                     Selection* selection, int64_t* count) {
+__global__ void sample_finish_kernel(Batch<SampledEntry> batch) {
   if (threadIdx.x != 0) return;
+  const SampledEntry& entry = batch.of[blockIdx.y];
+  const auto [x, n, k, key, selection, count] = entry.source;
+  const SampledState* state = entry.state;
+  const Selection* exact = entry.exact;
   for (int round = 0; round < kSampleRounds; ++round)
     if (state->rounds[round].ticket[1] && close_enough(state->rounds[round].count, k)) return;
   if (magnitude(exact->threshold) != 0) {

@@ -16,10 +16,12 @@ int64_t topk_abs(void* workspace, const TopkSource* table, int64_t count, cudaSt
     const TopkSource& source = table[i];
     const int64_t tiles = ceil_div(source.n, kTile);
     auto* state = workspace ? states + i : nullptr;
-    auto* selection = arena.take<Selection>(1);
-    vectors.push_back({source.x, source.n, source.k, workspace ? &state->select : nullptr, selection, {}});
-    entries.push_back(
-        {source, state, selection, arena.take<SelectedTile>(tiles), arena.take<uint8_t>(tiles * kTile / 8)});
+    entries.push_back({source, state, arena.take<SelectedTile>(tiles), arena.take<uint8_t>(tiles * kTile / 8)});
+    if (!source.selection) {
+      auto* selection = arena.take<Selection>(1);
+      vectors.push_back({source.x, source.n, source.k, workspace ? &state->select : nullptr, selection, {}});
+      entries.back().source.selection = selection;
+    }
     most = std::max(most, tiles);
   }
   const SelectLaunch passes(arena, std::move(vectors));

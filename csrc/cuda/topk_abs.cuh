@@ -1,5 +1,5 @@
-// The largest elements of vectors, with their indices: what `select` chooses, as a bitmap of what reaches the threshold,
-// whose surplus ties are found again in the few tiles that have some.
+// The elements of selections, with their indices: a bitmap of what reaches the threshold, whose surplus ties are found
+// again in the few tiles that have some.
 #pragma once
 
 #include "common/topk_abs.h"
@@ -18,7 +18,6 @@ struct TopkState {
 struct TopkEntry {
   TopkSource source;
   TopkState* state;
-  const Selection* selection;
   SelectedTile* tiles;
   uint8_t* bitmap;
 };
@@ -26,8 +25,8 @@ struct TopkEntry {
 // Writes the bitmap, and where the elements to keep of each tile go.
 __global__ void __launch_bounds__(kBlock) topk_mark_kernel(Batch<TopkEntry> batch) {
   __shared__ uint32_t partial[kLanes];
-  const auto [source, state, selection, tiles, bitmap] = batch.of[blockIdx.y];
-  const uint32_t threshold = threshold_of(selection);
+  const auto [source, state, tiles, bitmap] = batch.of[blockIdx.y];
+  const uint32_t threshold = threshold_of(source.selection);
   for (int64_t tile = blockIdx.x; tile * kTile < source.n; tile += gridDim.x) {
     const Marks marks = mark_words(source.x, tile, source.n, threshold);
     store_word(bitmap, tile_word(tile), source.n, marks.reach);
@@ -37,7 +36,8 @@ __global__ void __launch_bounds__(kBlock) topk_mark_kernel(Batch<TopkEntry> batc
     tiles[tile].above = (sums & 0xffff) - (sums >> 16);
     tiles[tile].equal = sums >> 16;
   }
-  if (last_block(&state->ticket)) place_tiles<kBlock>(tiles, (source.n + kTile - 1) / kTile, kTile, selection->ties);
+  if (last_block(&state->ticket))
+    place_tiles<kBlock>(tiles, (source.n + kTile - 1) / kTile, kTile, source.selection->ties);
 }
 static_assert(kTile < 1 << 16, "two counts in a word");
 
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kBlock) topk_write_kernel(Batch<TopkEntry> bat
     if (of.above == 0 && (of.equal == 0 || of.ties == 0)) continue;
     uint32_t word;
     if (of.ties < of.equal)
-      word = without_surplus_ties(mark_words(x, tile, n, threshold_of(entry.selection)), of.ties, partial);
+      word = without_surplus_ties(mark_words(x, tile, n, threshold_of(entry.source.selection)), of.ties, partial);
     else
       word = load_word(entry.bitmap, tile_word(tile), n);
     for_each_bit_of<true>(

@@ -1,6 +1,6 @@
 """Kernels that take the gradients of whole groups in one call, for methods. Arguments are not checked.
 
-All tensors of a call are on one device; nothing waits for it.
+All tensors of a call are on one device; nothing waits for it, unless documented otherwise.
 
 Kernels take tables by address, which is `table.__array_interface__["data"][0]`: `table.ctypes.data` makes two calls of
 Python. Of tables with fields, the former makes more. So do `x.all()` and `np.cumsum(x)`; `False in x` and
@@ -326,12 +326,31 @@ def abs_max(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return most.split_with_sizes([1] * len(rows))
 
 
-def topk_abs(vectors: Sequence[Tensor], ks: Sequence[int], values: Sequence[Tensor]) -> Sequence[Tensor]:
-    """`ops.topk_abs` of each vector, for k >= 1. Writes the values, and returns the indices."""
+def select_sampled(vectors: Sequence[Tensor], ks: Sequence[int], keys: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """`ops.select_sampled` of each vector: selections, (vectors, 16), and counts. Waits for the device, once."""
+    selections = torch.empty((len(ks), 16), dtype=torch.uint8, device=vectors[0].device)
+    counts = torch.empty(len(ks), dtype=torch.int64, device=selections.device)
+    table = np.empty((len(ks), 6), np.uint64)  # struct SampledSource of csrc/common/selection.h
+    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = addresses(vectors), numels(vectors), ks, keys
+    table[:, 4] = selections.data_ptr() + 16 * np.arange(len(ks))
+    table[:, 5] = counts.data_ptr() + 8 * np.arange(len(ks))
+    _run_table("select_sampled", counts, [table])
+    return selections, counts.tolist()
+
+
+def topk_abs(
+    vectors: Sequence[Tensor], ks: Sequence[int], values: Sequence[Tensor], selections: Tensor | None = None
+) -> Sequence[Tensor]:
+    """`ops.topk_abs` of each vector, for k >= 1. Writes the values, and returns the indices.
+
+    selections: of k >= 0 elements of each, (vectors, 16), in place of those of largest magnitude.
+    """
     indices = torch.empty(sum(ks), dtype=torch.int32, device=vectors[0].device).split_with_sizes(ks)
     of_each = zip(vectors, ks, indices, values)
-    rows = [(x.data_ptr(), x.numel(), k, at.data_ptr(), to.data_ptr()) for x, k, at, to in of_each]
+    rows = [(x.data_ptr(), x.numel(), k, 0, at.data_ptr(), to.data_ptr()) for x, k, at, to in of_each]
     table = np.array(rows, np.int64)  # struct TopkSource of csrc/common/topk_abs.h
+    if selections is not None:
+        table[:, 3] = selections.data_ptr() + 16 * np.arange(len(rows))
     _native.run("topk_abs", vectors[0], table.__array_interface__["data"][0], len(rows))
     return indices
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, groups
 
 
 def select_sampled(x: Tensor, k: int, key: int) -> tuple[Tensor, int]:
@@ -22,6 +22,5 @@ def select_sampled(x: Tensor, k: int, key: int) -> tuple[Tensor, int]:
     x = _native.check(x, torch.float32, "select_sampled: x")
     if not 1 <= k <= x.numel():
         raise ValueError(f"select_sampled: got k = {k}, expected 1 to {x.numel()} (the number of elements)")
-    selection = torch.empty(16, dtype=torch.uint8, device=x.device)
-    arguments = (x.data_ptr(), x.numel(), k, key & (2**64 - 1), selection.data_ptr())
-    return selection, int(_native.run_count("select_sampled", x, *arguments))
+    selections, (count,) = groups.select_sampled([x], [k], [key & (2**64 - 1)])
+    return selections[0], count

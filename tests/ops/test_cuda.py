@@ -297,6 +297,25 @@ def test_select_sampled(on_device, n):
             assert found == count and bits_equal(got[:4], selection[:4]) and bits_equal(got[8:], selection[8:])
 
 
+def test_select_sampled_of_vectors(on_device):
+    """More than a launch takes, of unequal sizes."""
+    xs = [x for n in (33, 20000, 1000, 8193, 70001) for x in inputs(n)]
+    ks = [math.ceil(x.numel() / (2 + 7 * i % 40)) for i, x in enumerate(xs)]
+    assert len(xs) > 16
+
+    def select(*xs):
+        selections, counts = kernels.select_sampled(xs, ks, range(len(xs)))
+        values = [torch.empty(count, device=xs[0].device) for count in counts]
+        indices = kernels.topk_abs(xs, counts, values, selections)
+        return selections.view(torch.int64)[:, 1].clone(), tuple(counts), tuple(indices), tuple(values)
+
+    expected = select(*xs)
+    assert bits_equal(on_device(select, *xs), expected)
+    for x, k, key, count, indices in zip(xs, ks, range(len(xs)), *expected[1:3]):
+        selection, found = ops.select_sampled(x, k, key)
+        assert found == count and bits_equal(ops.bitmap_indices(ops.bitmap(x, selection), x.numel(), count), indices)
+
+
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 16, 32, 65])
 @pytest.mark.parametrize("shape", [(0, 4), (1, 1), (64, 147), (33, 260), (300, 520)])
 def test_low_rank_passes(on_device, shape, rank):

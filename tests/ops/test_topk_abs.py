@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from gradzip import ops
+from gradzip.ops import groups
 from reference import same_everywhere
 
 SIZES = [1, 31, 32, 33, 8192, 8193, 300007]
@@ -37,6 +38,27 @@ def test_topk_abs(n):
             expected = torch.from_numpy(np.sort(order[:k]))
             assert indices.dtype == torch.int32 and torch.equal(indices.long(), expected)
             assert torch.equal(values.view(torch.int32), x[expected].view(torch.int32))
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_given_selections(n):
+    """Of k elements, and of all that reach a threshold."""
+    xs = list(inputs(n))
+    for threshold in (None, 0.0, 0.5, float("inf"), float("nan")):
+        if threshold is None:
+            selections = torch.stack([ops.select(x, 1 + n // 3) for x in xs])
+            expected = [torch.from_numpy(np.sort(ranking(x)[: 1 + n // 3])) for x in xs]
+        else:
+            selection = np.array((threshold, 0, n), "f4, i4, i8")
+            selections = torch.from_numpy(np.tile(selection.reshape(1).view(np.uint8), (len(xs), 1)))
+            least = selection["f0"].view(np.uint32) & 0x7FFFFFFF
+            expected = [torch.from_numpy((x.numpy().view(np.uint32) & 0x7FFFFFFF >= least).nonzero()[0]) for x in xs]
+        ks = list(map(len, expected))
+        values = list(map(torch.empty, ks))
+        indices = groups.topk_abs(xs, ks, values, selections)
+        for x, found, at, wanted in zip(xs, values, indices, expected):
+            assert torch.equal(at.long(), wanted)
+            assert torch.equal(found.view(torch.int32), x[wanted].view(torch.int32))
 
 
 def test_topk_abs_takes_any_strides():
