@@ -275,12 +275,9 @@ class TopK(SparseCodec):
         return self._encode_chunks(vectors, ks, self.chunk)
 
     def _encode_samples(self, vectors: Sequence[Tensor], ks: Sequence[int], keys: Sequence[Key]) -> list[Tensor]:
-        numels, seeds = list(map(Tensor.numel, vectors)), map(attrgetter("bits"), keys)
-        selections, found = zip(*map(ops.select_sampled, vectors, ks, seeds))
-        marks, drafts = list(map(ops.bitmap, vectors, selections)), self.drafts(found, numels, vectors[0].device)
-        for vector, bits, k, values in zip(vectors, marks, found, drafts.values):
-            ops.compact_values(vector, bits, k, out=values)
-        return self.complete(drafts, list(map(ops.bitmap_indices, marks, numels, found)))
+        selections, found = groups.select_sampled(vectors, ks, list(map(attrgetter("bits"), keys)))
+        drafts = self.drafts(found, list(map(Tensor.numel, vectors)), vectors[0].device)
+        return self.complete(drafts, groups.topk_abs(vectors, found, drafts.values, selections))
 
     # --- chunks
 
