@@ -12,6 +12,7 @@ other ranks send what it sends. Front ends:
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import re
@@ -245,16 +246,20 @@ def fake_group(size: int) -> Iterator[None]:
 
 
 def ddp_steps(
-    compressor: gradzip.Compressor, shapes: Shapes, size: int, device: StandIn, dtype: torch.dtype = torch.float32
-) -> Step:
+    compressor: gradzip.Compressor, shapes: Shapes, size: int, device: StandIn, dtype: torch.dtype = torch.float32,
+    finds_unused: bool = False,
+) -> Step:  # fmt: skip
+    """finds_unused: `find_unused_parameters` of the hook's state. All parameters are used."""
     named = {name: Parameter(torch.empty(shape, dtype=dtype, device="meta")) for name, shape in shapes.items()}
     buckets = [{name: named[name] for name in bucket} for bucket in buckets_of(shapes)]
-    state = gradzip.ddp.HookState(compressor, dist.group.WORLD, named.items(), find_unused_parameters=False)
+    state = gradzip.ddp.HookState(compressor, dist.group.WORLD, named.items(), finds_unused)
 
     def run(gradients: dict[str, Tensor], counts: Counts) -> None:
         # The hook of the last bucket ends the step, and may wait for the device there.
         with counts.hook(), mock.patch.object(state, "_finish", lambda: None):
             for i, bucket in enumerate(buckets):
+                for parameter in bucket.values():
+                    accumulated(parameter)
                 with device.uncounted():
                     buffer = torch.cat([gradients[name].view(-1) for name in bucket])
                 gradzip.ddp.hook(state, grad_bucket(i, list(bucket.values()), buffer, i == len(buckets) - 1))
@@ -386,7 +391,13 @@ def _steps(model: Sharded, counted: Any, device: StandIn) -> Step:
 
 # --- counting
 
-STEPS = {"horovod": horovod_steps, "ddp": ddp_steps, "fsdp": fsdp_steps, "reduce-scatter": reduce_scatter_steps}
+STEPS = {
+    "horovod": horovod_steps,
+    "ddp": ddp_steps,
+    "ddp that finds unused parameters": functools.partial(ddp_steps, finds_unused=True),
+    "fsdp": fsdp_steps,
+    "reduce-scatter": reduce_scatter_steps,
+}
 
 
 def world_size(front_end: str, size: int) -> int:

@@ -31,8 +31,8 @@ void chunk_topk_values(const ChunkRecords* table, int64_t count, int64_t chunk, 
   int64_t most = 0;
   for (int64_t i = 0; i < count; ++i) most = std::max(most, chunks_count(table[i].n, chunk, table[i].k));
   for_each_batch<kChunkRecords>(std::vector<ChunkRecords>(table, table + count), [&](const auto& batch, unsigned some) {
-    launch(stream, grid_of(grid_for_each(some, ceil_div(most, kBlock)), some), kBlock,
-           kernel<chunk_topk_values_kernel>, batch, chunk, failed);
+    launch(stream, grid_of(grid_for_each(some, ceil_div(most, kBlock)), some), kBlock, kernel<chunk_topk_values_kernel>,
+           batch, chunk, failed);
   });
 }
 

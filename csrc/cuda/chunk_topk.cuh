@@ -151,8 +151,7 @@ __global__ void __launch_bounds__(kBlock)
     uint32_t* record = records + c * chunk_words(k);
     if (int(threadIdx.x) < int(chunk_words(k)) - 1) record[1 + threadIdx.x] = codes[threadIdx.x];
     if (threadIdx.x == 0) {
-      const uint32_t levels =
-          chunk_levels(largest, sum, uint64_t(count), high & ((uint64_t(1) << 40) - 1), high >> 40);
+      const uint32_t levels = chunk_levels(largest, sum, uint64_t(count), high & ((uint64_t(1) << 40) - 1), high >> 40);
       record[0] = levels;
       largest_levels = largest_levels > levels ? largest_levels : levels;  // not finite: above all that are
     }

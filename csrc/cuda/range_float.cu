@@ -52,8 +52,7 @@ void range_float_decode(const RangeFloat* format, const int32_t* codes, int64_t 
   launch(stream, grid_of(grid_for(ceil_div(n, kBlock))), kBlock, kernel<decode_kernel>, *format, codes, n, x, failed);
 }
 
-void range_float_decode_packed(const RangeCodes* table, int64_t count, int bits, int32_t* failed,
-                               cudaStream_t stream) {
+void range_float_decode_packed(const RangeCodes* table, int64_t count, int bits, int32_t* failed, cudaStream_t stream) {
   int64_t most = 0;
   for (int64_t i = 0; i < count; ++i) most = std::max(most, table[i].n);
   for_each_batch<kRangeCodes>(std::vector<RangeCodes>(table, table + count), [&](const auto& batch, unsigned some) {

@@ -351,7 +351,10 @@ class HookState:
         here = [id(parameter) in used or id(parameter) not in self._handles for parameter in parameters]
         # Ones are made on the device: a copy from the host would wait for it.
         flags = torch.ones(len(here), device=device) if all(here) else torch.tensor(here, device=device).float()
-        share = yield ToHost((yield Mean(flags)))
+        share = yield Mean(flags)
+        if all(here):  # none is left that no rank has used: the host does not wait to read the flags, as in DDP itself
+            return
+        share = yield ToHost(share)
         self._discarded.update(id(parameter) for parameter, of in zip(parameters, share.tolist()) if of == 0)
 
     def _connect(self, device: torch.device) -> None:

@@ -156,7 +156,7 @@ def test_stopped_rank_ends_the_job_after_horovods_timeout(start, tmp_path):
 def test_interrupted_job_leaves_no_process(start):
     job, pids = start("topk:theta=0.9", 2)
     job.send_signal(signal.SIGINT)
-    # Not always with an error: where Horovod's launcher ends its shells, two of its threads wait for the same process on a
-    # busy machine, and the one that is late takes its exit status for 0.
+    # Not always with an error: where Horovod's launcher ends its shells, two of its threads wait for the same process.
+    # On a busy machine, the one that counts may be late, and then takes its exit status for 0.
     job.wait(SECONDS_TO_END)
     assert_all_ended(pids)

@@ -109,6 +109,15 @@ def test_a_step_does_not_wait_for_the_device_unless_the_host_has_to_undo_it(spec
     assert counts.syncs >= STEPS * min(1, most_syncs(spec))
 
 
+@pytest.mark.parametrize("spec", kinds.params(SPECS, kinds.FIRST))
+def test_ddp_that_finds_unused_parameters_waits_only_where_there_are_some(spec):
+    counts = count(gradzip.parse(spec), SHAPES, 8, "ddp that finds unused parameters")
+    check_syncs(counts, most_syncs(spec))
+    # A flag for each parameter is all that it queues more: ones, which the ranks average.
+    others = count(gradzip.parse(spec), SHAPES, 8, "ddp")
+    assert 0 < counts.ops - others.ops <= 2 * STEPS, counts.names - others.names
+
+
 @pytest.mark.parametrize("spec", stored_ops(SMALLEST))
 def test_operations_of_two_matrices_and_a_bias(spec):
     counts = count(gradzip.parse(spec), SHAPES, 8, "ddp")
@@ -131,7 +140,9 @@ def test_partitions_are_sealed_together(spec):
     """
     few, many = (count(gradzip.parse(spec), SHAPES, ranks, "ddp", compute=False).names for ranks in (4, 8))
     assert few["payload_seal"] == many["payload_seal"] > 0
-    if spec.partition(":")[0] in ("qsgd", "natural", "topk") and "sampled" not in spec:
+    if (
+        spec.partition(":")[0] in ("qsgd", "natural", "topk") and "sampled" not in spec
+    ):  # whose payloads differ in length
         added = "index_code_decode_add"
         assert many == few + Counter({added: many[added] - few[added]})
 

@@ -28,6 +28,7 @@ from .group import Group, Inspected
 # collective and wait for it after the backward pass. It is not measured, because all ranks must decide alike.
 NOMINAL_BANDWIDTH, NOMINAL_LATENCY, NOMINAL_OPERATION = 1.25e8, 5e-5, 5e-4
 
+Item = TypeVar("Item")
 Decoded = TypeVar("Decoded")
 
 
@@ -576,14 +577,12 @@ def part_lengths(numel: int, parts: int) -> Any:
     return numel // parts + (np.arange(parts) < numel % parts)
 
 
-def for_each(
-    payloads: Sequence[ops.Payload], decode: Callable[..., Decoded], *arguments: float | Tensor
-) -> list[Decoded]:
-    """decode(payload, *arguments) for each payload. The `index` of a PayloadError is the payload's number."""
+def for_each(items: Sequence[Item], decode: Callable[..., Decoded], *arguments: float | Tensor) -> list[Decoded]:
+    """decode(item, *arguments) for each item, as a payload. The `index` of a PayloadError is the item's number."""
     results: list[Decoded] = []
     try:
-        for payload in payloads:
-            results.append(decode(payload, *arguments))
+        for item in items:
+            results.append(decode(item, *arguments))
     except ops.PayloadError as error:
         error.index = len(results)
         raise
