@@ -86,10 +86,10 @@ class Momentum(Compressor):
             docs/accuracy.md.
         beta: in [0, 1); the momentum of the optimizer, beta1 of AdamW.
         warmup_steps: first steps of a parameter, in which gradients are averaged uncompressed, in float32. Steps that
-            are skipped do not count, nor do those whose average is 0, as of a parameter that no rank has used. With
-            `Hierarchical` and FSDP2, the latter do: a rank sees only a piece of an average. `gradzip.optim.AdamW` needs
-            some, to learn its second moment. A tenth of a training run of 735 steps was enough. "auto": until the
-            second moment has settled, see below.
+            are skipped count on a device, and not on a CPU. Those whose average is 0, as of a parameter that no rank
+            has used, do not count. With `Hierarchical` and FSDP2 they do: a rank sees only a piece of an average.
+            `gradzip.optim.AdamW` needs some, to learn its second moment. A tenth of a training run of 735 steps was
+            enough. "auto": until the second moment has settled, see below.
         beta2: for ``warmup_steps="auto"``, in [0, 1): the decay rate of the optimizer's second moment, beta2 of AdamW.
 
     **When "auto" ends the warm-up:** AdamW's second moment v remembers 1 / (1 - beta2) steps. The sum of its elements,

@@ -36,10 +36,11 @@ class Phases(Composite):
             embeddings, whose rows may have their first gradients late, if it is `Momentum`. On a command line:
             ``phases:0=none,1000=acpsgd,exempt=^embedding``.
 
-    The step of a parameter is the number of times it was averaged. Steps that are skipped do not count. Steps that do
-    not use it count where the front end averages zeros for it, as DDP and Horovod do; DDP also for one that is frozen
-    after it was wrapped. Step numbers are equal on all ranks, and a part of the state dict. Parameters that are trained
-    together change their method together; those of a model that is added later begin with the first phase.
+    The step of a parameter is the number of times it was averaged. Steps that are skipped do not count on a CPU; on a
+    device they do. Steps that do not use it count where the front end averages zeros for it, as DDP and Horovod do; DDP
+    also for one that is frozen after it was wrapped. Step numbers are equal on all ranks, and a part of the state dict.
+    Parameters that are trained together change their method together; those of a model that is added later begin with
+    the first phase.
 
     >>> import gradzip
     >>> compressor = gradzip.Phases({0: gradzip.NoCompression(), 2: gradzip.ACPSGD(rank=1)})
