@@ -7,6 +7,7 @@
 #include "cuda/block/bit_stream.cuh"
 #include "cuda/block/bitmap_tiles.cuh"
 #include "cuda/block/bytes.cuh"
+#include "cuda/block/quads.cuh"
 #include "cuda/block/table.cuh"
 
 namespace gradzip::cuda {
@@ -112,7 +113,19 @@ GZ_DEVICE void write_index_block(const int32_t* indices, int n, int64_t base, in
   __syncthreads();
 }
 
-// The number of ascending indices below `value`, by a search that compares kBlock of them at a time.
+// The number of ascending indices below `value`.
+GZ_DEVICE int64_t lower_bound(const int32_t* indices, int64_t count, int64_t value) {
+  int64_t first = 0;
+  while (count > 0) {
+    const int64_t half = count / 2;
+    const bool below = __ldg(indices + first + half) < value;
+    first += below ? half + 1 : 0;
+    count = below ? count - half - 1 : half;
+  }
+  return first;
+}
+
+// The same, by a search of the block that compares kBlock of them at a time.
 GZ_DEVICE int64_t count_below(const int32_t* indices, int64_t count, int64_t value, uint32_t* partial) {
   int64_t first = 0, n = count;  // the answer is in [first, first + n]
   while (n > 0) {
@@ -200,31 +213,29 @@ GZ_DEVICE OpenedIndices open_index_stream(const uint8_t* stream, int64_t nbytes,
   return numel % 8 && opened.body[opened.nbytes - 1] >> (numel % 8) ? corrupt : opened;
 }
 
-// The number of bits set in each tile of the bitmap; 0 if the stream has none.
-GZ_DEVICE void count_tiles_of(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count, uint32_t* counts) {
+struct IndexRead {
+  IndexStream stream;
+  uint32_t* counts;  // of the tiles of a bitmap
+  int64_t* offsets;
+  int32_t* corrupt;  // becomes 1 if the stream is; may be null
+};
+constexpr int kIndexReads = 62;  // streams whose table fits the 4 KB of kernel arguments
+
+// The number of bits set in each tile of a bitmap; 0 if the stream has none.
+__global__ void __launch_bounds__(kBlock) index_count_kernel(Batch<IndexRead, kIndexReads> batch) {
   __shared__ uint32_t partial[kLanes];
-  const OpenedIndices opened = open_index_stream(stream, nbytes, numel, count);
-  const int64_t bits = opened.form == IndexForm::bitmap ? numel : 0;
-  for (int64_t tile = blockIdx.x; tile * kTile < numel; tile += gridDim.x) {
+  const auto [stream, counts, offsets, corrupt] = batch.of[blockIdx.y];
+  const OpenedIndices opened = open_index_stream(stream.bytes, stream.nbytes, stream.numel, stream.count);
+  const int64_t bits = opened.form == IndexForm::bitmap ? stream.numel : 0;
+  for (int64_t tile = blockIdx.x; tile * kTile < stream.numel; tile += gridDim.x) {
     const uint32_t set = block_sum(uint32_t(__popc(load_word(opened.body, tile_word(tile), bits))), partial);
     if (threadIdx.x == 0) counts[tile] = set;
   }
 }
 
-struct IndexRead {
-  IndexStream stream;
-  uint32_t* counts;  // of the tiles of a bitmap
-  int64_t* offsets;
-};
-
-__global__ void __launch_bounds__(kBlock) index_count_kernel(Batch<IndexRead> batch) {
-  const auto [stream, counts, offsets] = batch.of[blockIdx.y];
-  count_tiles_of(stream.bytes, stream.nbytes, stream.numel, stream.count, counts);
-}
-
 // One block for each stream.
-__global__ void __launch_bounds__(kScanBlock) index_scan_kernel(Batch<IndexRead> batch) {
-  const auto [stream, counts, offsets] = batch.of[blockIdx.y];
+__global__ void __launch_bounds__(kScanBlock) index_scan_kernel(Batch<IndexRead, kIndexReads> batch) {
+  const auto [stream, counts, offsets, corrupt] = batch.of[blockIdx.y];
   scan_counts(counts, (stream.numel + kTile - 1) / kTile, offsets);
 }
 
@@ -271,20 +282,21 @@ GZ_DEVICE bool read_index_block(const uint8_t* block, int64_t nbytes, int64_t ba
   return *last + 1 == end;  // indices ascend for any bits, so checking the last suffices
 }
 
-// emit(index, rank, value(index, rank)) for every index of the stream. *failed becomes 1 if it is corrupt.
-template <class Value, class Emit>
-GZ_DEVICE void for_each_index(const uint8_t* stream, int64_t nbytes, int64_t numel, int64_t count,
-                              const int64_t* offsets, int32_t* failed, Value value, Emit emit) {
+__global__ void __launch_bounds__(kBlock) index_code_decode_kernel(Batch<IndexRead, kIndexReads> batch) {
   __shared__ uint32_t indices[kIndexBlock], partial[kLanes];
   __shared__ int64_t wide_partial[kLanes], last;
-  const OpenedIndices opened = open_index_stream(stream, nbytes, numel, count);
-  if (opened.form == IndexForm::bitmap && offsets[(numel + kTile - 1) / kTile] == count) {
+  const IndexRead& read = shared_entry(batch);
+  const int64_t numel = read.stream.numel, count = read.stream.count;
+  int32_t* out = read.stream.indices;
+  const OpenedIndices opened = open_index_stream(read.stream.bytes, read.stream.nbytes, numel, count);
+  if (opened.form == IndexForm::bitmap && read.offsets[(numel + kTile - 1) / kTile] == count) {
     for_each_bit<true>(
-        opened.body, numel, offsets, [&](int64_t i, bool, int64_t rank) { return value(i, rank); }, emit);
+        opened.body, numel, read.offsets, [&](int64_t i, bool, int64_t) { return int32_t(i); },
+        [&](int64_t, int64_t rank, int32_t index) { out[rank] = index; });
     return;
   }
   if (opened.form != IndexForm::coded) {
-    report(failed);
+    report(read.corrupt);
     return;
   }
   const int64_t blocks = index_blocks(count), table = blocks * int64_t(sizeof(IndexBlock));
@@ -300,72 +312,63 @@ GZ_DEVICE void for_each_index(const uint8_t* stream, int64_t nbytes, int64_t num
                        read_index_block(opened.body + table + begin_byte, end_byte - begin_byte, base, end, n, indices,
                                         partial, wide_partial, &last);
     if (sound) {
-      for (int i = int(threadIdx.x); i < n; i += kBlock)
-        emit(int64_t(indices[i]), first + i, value(int64_t(indices[i]), first + i));
+      for (int i = int(threadIdx.x); i < n; i += kBlock) out[first + i] = int32_t(indices[i]);
     } else {
-      report(failed);
+      report(read.corrupt);
     }
     __syncthreads();
   }
 }
 
-__global__ void __launch_bounds__(kBlock) index_code_decode_kernel(Batch<IndexRead> batch, int32_t* failed) {
-  const IndexRead& read = shared_entry(batch);
-  const IndexStream& stream = read.stream;
-  int32_t* indices = stream.indices;
-  for_each_index(
-      stream.bytes, stream.nbytes, stream.numel, stream.count, read.offsets, failed,
-      [&](int64_t i, int64_t) { return int32_t(i); },
-      [&](int64_t, int64_t rank, int32_t index) { indices[rank] = index; });
-}
+// --- weighted sums, of terms whose indices are decoded
 
-// --- weighted sums: blockIdx.y is the index of a term in the table of a launch
-
-// A term, the sum that it is added to, and its tiles among those of all terms: counts, and one offset more.
-struct IndexTermEntry {
-  IndexTerm term;
-  WeightedSum sum;
-  int64_t first_tile, sum_index, clears;  // clears: whether `out` is to be cleared before
+struct IndexAdd {
+  int32_t* indices;
+  const float* values;
+  int64_t count;
+  double weight;
 };
 
-__global__ void __launch_bounds__(kBlock) index_code_count_kernel(const IndexTermEntry* entries, uint32_t* counts) {
-  const IndexTermEntry& entry = entries[blockIdx.y];
-  const auto [stream, nbytes, values, count, weight] = entry.term;
-  const auto [out, n, terms, add, dtype] = entry.sum;
-  count_tiles_of(stream, nbytes, n, count, counts + entry.first_tile);
-  if (!entry.clears) return;
-  for (int64_t i = grid_thread(); i < n; i += grid_threads()) static_cast<float*>(out)[i] = 0.0f;
-}
+constexpr int kSumTile = 8192;  // elements that a block adds up at a time, in shared memory
+constexpr int kTermsAtOnce = kBlock / 2;  // whose indices within a tile are found together
 
-__global__ void __launch_bounds__(kScanBlock)
-    index_code_scan_kernel(const IndexTermEntry* entries, const uint32_t* counts, int64_t* offsets) {
-  const IndexTermEntry& entry = entries[blockIdx.y];
-  scan_counts(counts + entry.first_tile, (entry.sum.n + kTile - 1) / kTile, offsets + entry.first_tile);
-}
-
-// The terms of a launch belong to different sums. corrupt: of each sum.
+// A block takes a tile of a sum, and adds the terms to it one after the other. The sums of corrupt terms become NaN, since
+// nobody may be reading the flag.
 __global__ void __launch_bounds__(kBlock)
-    index_code_decode_add_kernel(const IndexTermEntry* entries, const int64_t* offsets, int32_t* corrupt) {
-  __shared__ IndexTermEntry entry;  // to save registers
-  if (threadIdx.x == 0) entry = entries[blockIdx.y];
+    index_add_kernel(const WeightedSumEntry* entries, int64_t count, const IndexAdd* adds, const int32_t* corrupt,
+                     int32_t* failed) {
+  alignas(16) __shared__ float sum[kSumTile];
+  __shared__ int64_t bounds[kBlock];
+  const int64_t which = entry_of_block(entries, count);
+  const WeightedSumEntry& entry = entries[which];
+  const int64_t begin = (int64_t(blockIdx.x) - entry.first_block) * kSumTile, left = entry.sum.n - begin;
+  const int size = int(left < kSumTile ? left : kSumTile), terms = int(entry.sum.terms);
+  float* out = static_cast<float*>(entry.sum.out) + begin;
+  const bool bad = corrupt[which] != 0, add = entry.sum.add;
+  if (bad && begin == 0 && threadIdx.x == 0) report(failed);
+  for (int i = 4 * int(threadIdx.x); i < size; i += 4 * kBlock) {
+    float value[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (bad)
+      value[0] = value[1] = value[2] = value[3] = undecodable();
+    else if (add)
+      load4_changing(out, i, size, value);
+    store4(sum, i, kSumTile, value);
+  }
+  for (int first = 0; first < terms && !bad; first += kTermsAtOnce) {
+    const int some = terms - first < kTermsAtOnce ? terms - first : kTermsAtOnce, mine = int(threadIdx.x) / 2;
+    const IndexAdd* of = adds + entry.first_term + first;
+    if (mine < some)  // the first index of the tile, and the first one after it
+      bounds[threadIdx.x] = lower_bound(of[mine].indices, of[mine].count, begin + (threadIdx.x % 2 ? size : 0));
+    __syncthreads();
+    for (int t = 0; t < some; ++t) {
+      const float weight = float(of[t].weight);
+      for (int64_t i = bounds[2 * t] + threadIdx.x; i < bounds[2 * t + 1]; i += kBlock)
+        sum[__ldg(of[t].indices + i) - begin] += weight * __ldg(of[t].values + i);
+      __syncthreads();
+    }
+  }
   __syncthreads();
-  const float weight = float(entry.term.weight);
-  const float* values = entry.term.values;
-  auto* out = static_cast<float*>(entry.sum.out);
-  for_each_index(
-      entry.term.stream, entry.term.nbytes, entry.sum.n, entry.term.count, offsets + entry.first_tile,
-      corrupt + entry.sum_index, [&](int64_t i, int64_t rank) { return out[i] + weight * __ldg(values + rank); },
-      [&](int64_t i, int64_t, float sum) { out[i] = sum; });
-}
-
-// Sets the sums of corrupt terms to NaN, since nobody may be reading the flag.
-__global__ void __launch_bounds__(kBlock)
-    index_code_spoil_kernel(const IndexTermEntry* entries, const int32_t* corrupt, int32_t* failed) {
-  const IndexTermEntry& entry = entries[blockIdx.y];
-  if (!corrupt[entry.sum_index]) return;
-  if (grid_thread() == 0) report(failed);
-  auto* out = static_cast<float*>(entry.sum.out);
-  for (int64_t i = grid_thread(); i < entry.sum.n; i += grid_threads()) out[i] = bits_float(0x7fc00000u);
+  for (int i = 4 * int(threadIdx.x); i < size; i += 4 * kBlock) store4(out, i, size, sum + i);
 }
 
 }  // namespace gradzip::cuda

@@ -152,6 +152,32 @@ static void test_table(const std::vector<int64_t>& sizes, int64_t spoilt = -1) {
   }
 }
 
+// More terms than a block finds the indices of together, or a launch reads, on two tiles of a sum.
+static void test_many_terms() {
+  constexpr int64_t kTerms = cuda::kTermsAtOnce + 3, numel = cuda::kSumTile + 5;
+  static_assert(kTerms > cuda::kIndexReads);
+  std::vector<Bytes> streams;
+  std::vector<Floats> values;
+  std::vector<IndexTerm> terms;
+  for (int64_t t = 0; t < kTerms; ++t) {
+    std::vector<int32_t> list;
+    for (int64_t at = t * 61; at < numel; at += 1 + t % 3 * 900) list.push_back(int32_t(at));
+    const Indices indices(list);
+    const int64_t nbytes = encode_there(indices, numel);
+    streams.emplace_back(nbytes, t % 4);
+    encode_there(indices, numel, streams.back(), nbytes);
+    values.emplace_back(simt::data(simt::Kind::normal, int64_t(list.size())));
+    terms.push_back({streams.back(), nbytes, values.back(), int64_t(list.size()), 1.0 / double(kTerms)});
+  }
+  const Floats expected(numel), out(numel, 1);
+  int32_t corrupt = 0, failed = 0;
+  const WeightedSum on_cpu{expected, numel, kTerms, 0, 0}, sum{out, numel, kTerms, 0, 0};
+  cpu::index_code_decode_add(&on_cpu, 1, terms.data(), &corrupt, 1);
+  simt::call(cuda::index_code_decode_add, &sum, 1, terms.data(), &failed);
+  simt::expect_equal(failed, corrupt, "index_code_decode_add of many terms: failed");
+  simt::expect_equal(out.get(), expected.get(), numel, "index_code_decode_add of many terms");
+}
+
 // More streams than a launch writes or reads: in both forms, empty, invalid, and without the room, which are corrupt.
 static void test_sources() {
   std::vector<Indices> indices;
@@ -194,6 +220,7 @@ static void test_sources() {
 
 int main() {
   test_sources();
+  test_many_terms();
   test_table({});
   test_table({100, 33, 9000, 20000, 0, 1, 8192, 300, 5, 7, 70000, 8193});
   test_table({100, 33, 9000, 20000, 0, 1, 8192, 300}, 2);

@@ -27,8 +27,8 @@ struct Batch {
 };
 
 // This block's entry in shared memory, to save registers.
-template <class Entry>
-GZ_DEVICE const Entry& shared_entry(const Batch<Entry>& batch) {
+template <class Entry, int kMost>
+GZ_DEVICE const Entry& shared_entry(const Batch<Entry, kMost>& batch) {
   __shared__ Entry entry;
   if (threadIdx.x == 0) entry = batch.of[blockIdx.y];
   __syncthreads();
