@@ -120,6 +120,7 @@ class Auto(Composite):
 
     observes = True
     undone_on_device = False
+    capture_needs = "the method that it has chosen, gradzip.parse(compressor.report['method'])"
 
     def __post_init__(self) -> None:
         super().__post_init__()

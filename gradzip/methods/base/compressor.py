@@ -190,6 +190,15 @@ class Compressor(ABC):
         self.node_chunks: NodeChunks | None = None
 
     @property
+    def capture_needs(self) -> str | None:
+        """What a step that is captured as a CUDA graph needs instead of this method, for errors. None: nothing.
+
+        A replay repeats what the host has decided: a method whose host waits for values, or chooses by the step, cannot
+        be captured.
+        """
+        return None
+
+    @property
     def last_step_skipped(self) -> bool:
         """Whether an average of the last step was not finite; equal on all ranks. Waits for a device to know."""
         return bool(self.last_verdict)

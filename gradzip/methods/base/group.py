@@ -130,6 +130,10 @@ class Group:
         self.compressed_momentum = False
         self.before: dict[str, Any] | None = None
         self._compressor = compressor
+        # What keeps steps from being captured: a choice of methods, or the method of what is compressed.
+        choosing = (compressor,) if compressor is not method else ()
+        deciding = (*choosing, method) if compressed else choosing
+        self._uncaptured = next((one for one in deciding if one.capture_needs is not None), None)
         self.nbytes = sum(like.nbytes for like in likes)
         self._changes = method.changes_uncompressed and not (frozen or compressed)
         # The parameters of the state: with chunks of nodes, that of the chunk.
@@ -240,6 +244,10 @@ class Group:
             rank, size: this rank's number and the world size.
             discards: as the attribute. Call `end_step` as for a step that is skipped.
             may_hold: whether `commit_held` is called if the group commits late: averages are written there.
+
+        Raises:
+            ValueError: a gradient is sparse, or has no floats.
+            RuntimeError: the step is captured as a CUDA graph, and the method cannot be (`Compressor.capture_needs`).
         """
         if gradients[0].is_complex():
             gradients = list(map(as_real, gradients))
@@ -252,6 +260,10 @@ class Group:
         self.gradients, self.rank, self.size, self.discards = gradients, rank, size, discards
         self.device = gradients[0].device
         self.on_device = gradients[0].is_cuda and self.node_chunks is None and self.method.undone_on_device
+        if self._uncaptured is not None and ops.is_capturing(gradients[0]):
+            name, needs = type(self._uncaptured).__name__, self._uncaptured.capture_needs
+            got = f"{name}: got a step to capture as a CUDA graph, expected {needs} for that"
+            raise RuntimeError(f"{got}: its host decides in each step, which replays cannot (docs/gpu.md)")
         self.numbers, self.inspected, self.told_later = [], [], None
         self.may_hold = self.commits_late = self.holds = self.remakes = self.shows_averages = False
         self.undecoded = None
