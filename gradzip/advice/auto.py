@@ -180,6 +180,9 @@ class Auto(Composite):
     def method_for(self, name: str, shape: torch.Size | tuple[int, ...], prefix: str = "") -> Compressor:
         return self.parts[self.current]
 
+    def takes(self, name: str, like: Tensor, prefix: str = "") -> bool:
+        return not self.bypasses(like)  # by one of the methods, whichever is chosen
+
     def stages(self, names: Sequence[str]) -> list[list[Compressor]]:
         clones: list[Any] = [self.clone() for _ in self.parts]
         for index, clone in enumerate(clones):

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ..memory.names import original
 from ..methods.base.compressor import Compressor
-from ..methods.base.group import is_compressed
 from . import rank_state
 from .all_gather import AllGather, DeltaGather, Passes
 from .connections import Connections
@@ -145,7 +144,7 @@ def quantize(
         in_use |= scatters
     if gather is not None:
         connections = Connections(gather, "all_gather", named)
-        exempt = frozenset(name for name, p in named.items() if not is_compressed(gather, name, p, ""))
+        exempt = frozenset(name for name, p in named.items() if not gather.is_compressed(name, p))
         for name, module in modules:
             gathered = Gathered(module, name, names)
             if reference:

@@ -256,14 +256,14 @@ class Group:
                 raise ValueError(
                     f"gradient of {self.name!r}: got {gradient.layout} {gradient.dtype}, expected a dense float tensor"
                 )
-        compressor, monitor = self._compressor, self._compressor.monitor
-        self.gradients, self.rank, self.size, self.discards = gradients, rank, size, discards
-        self.device = gradients[0].device
-        self.on_device = gradients[0].is_cuda and self.node_chunks is None and self.method.undone_on_device
         if self._uncaptured is not None and ops.is_capturing(gradients[0]):
             name, needs = type(self._uncaptured).__name__, self._uncaptured.capture_needs
             got = f"{name}: got a step to capture as a CUDA graph, expected {needs} for that"
             raise RuntimeError(f"{got}: its host decides in each step, which replays cannot (docs/gpu.md)")
+        compressor, monitor = self._compressor, self._compressor.monitor
+        self.gradients, self.rank, self.size, self.discards = gradients, rank, size, discards
+        self.device = gradients[0].device
+        self.on_device = gradients[0].is_cuda and self.node_chunks is None and self.method.undone_on_device
         self.numbers, self.inspected, self.told_later = [], [], None
         self.may_hold = self.commits_late = self.holds = self.remakes = self.shows_averages = False
         self.undecoded = None
@@ -539,7 +539,7 @@ def plan_groups(
         method = compressor.method_for(name, like.shape, prefix)
         compressor.register_parameter(name, like.shape, prefix + name)
         methods.append(method)
-        exempt = frozen or _is_exempt(compressor, name, like)
+        exempt = frozen or compressor.exempts(name, like)
         following = () if exempt else compressor.later_methods(name, prefix)
         later.append([other for other in following if not other.bypasses(like)])
         compressed = not (exempt or (compressor.node_chunks or method).bypasses(like))
@@ -567,18 +567,6 @@ def plan_groups(
             )  # fmt: skip
             groups.append(group)
     return groups
-
-
-def is_compressed(compressor: Compressor, name: str, like: Tensor, prefix: str = "") -> bool:
-    """Whether a parameter of this shape is compressed, now or in a later phase. Arguments: as in `plan_groups`."""
-    if _is_exempt(compressor, name, like):
-        return False
-    now = compressor.node_chunks or compressor.method_for(name, like.shape, prefix)
-    return not all(method.bypasses(like) for method in (now, *compressor.later_methods(name, prefix)))
-
-
-def _is_exempt(compressor: Compressor, name: str, like: Tensor) -> bool:
-    return like.is_complex() or name in compressor.exempted
 
 
 def _by_vector(indices: list[int], parameters: Sequence[Tensor], vectors: Sequence[int]) -> list[list[int]]:
