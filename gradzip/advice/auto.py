@@ -120,6 +120,7 @@ class Auto(Composite):
 
     observes = True
     undone_on_device = False
+    capture_needs = "the method that it has chosen, gradzip.parse(compressor.report['method'])"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -178,6 +179,9 @@ class Auto(Composite):
 
     def method_for(self, name: str, shape: torch.Size | tuple[int, ...], prefix: str = "") -> Compressor:
         return self.parts[self.current]
+
+    def takes(self, name: str, like: Tensor, prefix: str = "") -> bool:
+        return not self.bypasses(like)  # by one of the methods, whichever is chosen
 
     def stages(self, names: Sequence[str]) -> list[list[Compressor]]:
         clones: list[Any] = [self.clone() for _ in self.parts]

@@ -51,6 +51,7 @@ def describe(
     prefix: str = "",
     taken: Sequence[str] = (),
     buckets: Any = None,
+    compressed: Sequence[float] = (0, 0),
 ) -> bytes:
     """Describe this rank's configuration as a line of JSON, for `compare`.
 
@@ -58,6 +59,7 @@ def describe(
         prefix: of the names of the states.
         taken: prefixes of other parameters with these names. Neither is compared: ranks agree on a prefix.
         buckets: of the front end, in JSON types. They are not compared, but the front end sees those of all ranks.
+        compressed: as of `Compressor.count_compressed`, not compared either.
     """
     shapes, steps = {}, {}
     for name, p in parameters:
@@ -81,6 +83,7 @@ def describe(
         "choice": getattr(compressor, "choice", {}),  # of a method that chooses while training runs
         "steps": steps,
         "buckets": buckets,
+        "compressed": list(compressed),
     }
     return json.dumps(description).encode() + b"\n"
 

@@ -36,7 +36,8 @@ from ..collectives.routines import Routine
 from ..memory.names import prefixes, renamed
 from ..memory.verdict import Verdict, read_later
 from ..methods.base.compressor import Compressor
-from ..methods.base.group import Group, Inspected, is_compressed
+from ..methods.base.exempt import check_exempt
+from ..methods.base.group import Group, Inspected
 from ..methods.spec import unparse
 from ..ops import groups as kernels
 from ..ops import replays
@@ -177,13 +178,17 @@ class Session:
 
         Raises:
             RuntimeError: names both sides of the first difference; the same on all ranks.
-            ValueError: another session has the compressor, and one of both is in the background.
+            ValueError: another session has the compressor, and one of both is in the background. Or exempt parameters
+                are not those of the model, or are all that the method compresses, on all ranks.
         """
         self._share_compressor()
         self._claim_loaded(named)
         names = self.compressor.memory.names
         taken = [prefix for prefix in names.taken(named) if prefix != self.prefix]
-        description = handshake.describe(self.compressor, named.items(), self.prefix, taken, buckets)
+        # A collective of the ranks that hold other shards, before an error may end some of them.
+        # Frozen parameters count: they may be trained later, and are gathered by FSDP2.
+        compressed = engine.sum_over_shards(self.compressor.count_compressed(named, self.prefix))
+        description = handshake.describe(self.compressor, named.items(), self.prefix, taken, buckets, compressed)
         of_ranks = handshake.compare(engine.allgather_bytes(description, slot))
         # Ranks may have made and deleted other models. Rank 0's prefix counts, if it is free on all.
         taken = [prefix for of_rank in of_ranks for prefix in of_rank["taken"]]
@@ -199,6 +204,7 @@ class Session:
                 f"{self.what}: got the exempt parameter {stray!r}, expected names such as {min(named, default='')!r}: "
                 "give exempt_modules the model whose gradients are averaged"
             )
+        check_exempt(self.what, *map(sum, zip(*(of_rank["compressed"] for of_rank in of_ranks))))
         self.compressor.join_group(engine)
         # Other ranks may have counted fewer replays. No draws repeat, nor do they in a resumed job: the step number in
         # their keys counts captured steps.
@@ -215,7 +221,7 @@ class Session:
             return
         # Local shards do not say whether they are trained.
         trained = {name: p for name, p in named.items() if p.requires_grad} or named
-        compressed = [p.numel() for name, p in trained.items() if is_compressed(self.compressor, name, p, self.prefix)]
+        compressed = [p.numel() for name, p in trained.items() if self.compressor.is_compressed(name, p, self.prefix)]
         share = sum(compressed) / max(1, sum(p.numel() for p in trained.values()))
         parameters = f"{len(compressed)} of {len(trained)} parameters, {100 * share:.1f} % of the elements"
         _log.info("%s, by %s", parameters, unparse(self.compressor))

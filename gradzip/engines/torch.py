@@ -139,7 +139,7 @@ class TorchEngine(Engine):
     def sum_over_shards(self, values: Sequence[float]) -> list[float]:
         if self.shards is None:
             return list(values)
-        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        own = torch.tensor(values, dtype=torch.float64).to(self.device)
         gathered = [torch.empty_like(own) for _ in range(self.shards.size())]
         dist.all_gather(gathered, own, self.shards)
         return [math.fsum(column) for column in zip(*(numbers.tolist() for numbers in gathered))]

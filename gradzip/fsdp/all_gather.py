@@ -17,7 +17,7 @@ from ..memory.streams import no_autocast, use_on_current_stream
 from ..methods.base.compressor import Compressor
 from ..methods.block_float import BlockFloat
 from ..ops import tensors as ops
-from .connections import Connections
+from .connections import Connections, check_method
 from .shards import FLOATING, Gathered, begins_pass
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
@@ -39,14 +39,12 @@ def all_gather(compressor: Compressor) -> AllGather:
     All parameters are rounded, in blocks that know no boundaries. `quantize` leaves some exact.
 
     Args:
-        compressor: `BlockFloat(rounding="nearest")`: the backward pass needs the weights of the forward pass.
+        compressor: `BlockFloat(rounding="nearest")`: the backward pass needs the weights of the forward pass. Its
+            `error_feedback` has no effect.
 
     Raises:
-        ValueError: another method, or one that exempts parameters.
+        ValueError: another method, or one that exempts parameters or has error_feedback="owner".
     """
-    if getattr(compressor, "exempted", None):
-        expected = "expected none: gradzip.fsdp.quantize knows which they are"
-        raise ValueError(f"all_gather: got a method with exempt parameters, {expected}")
     return AllGather(compressor)
 
 
@@ -121,6 +119,7 @@ class AllGather:
         if not isinstance(compressor, BlockFloat) or compressor.rounding != "nearest":
             expected = "expected gradzip.BlockFloat(rounding='nearest'): both passes need the same weights"
             raise ValueError(f"all_gather: got {compressor!r}, {expected}")
+        check_method(compressor, "all_gather", exempts=gathered is not None)
         self.compressor = compressor
         self._gathered, self._exact, self._keep = gathered, exact, keep
         self._kept: list[Tensor] | None = None

@@ -12,6 +12,29 @@ from ..averaging.session import Session
 from ..collectives.engine import Engine
 from ..collectives.node_chunks import NodeChunks
 from ..methods.base.compressor import Compressor
+from ..methods.block_float import BlockFloat
+
+
+def check_method(compressor: Compressor, what: str, exempts: bool = False) -> None:
+    """Raise ValueError for what a custom collective of FSDP2 would leave out of a method.
+
+    Args:
+        what: the collective.
+        exempts: whether it leaves exempt parameters exact.
+    """
+    for one in (compressor, *compressor.parts):
+        if one.exempted and not exempts:
+            expected = (
+                "expected none: it rounds all parameters of a module; only gradzip.fsdp.quantize(model, gather=method) "
+                "leaves exempt weights exact"
+            )
+            raise ValueError(f"{what}: got a method with exempt parameters, {expected}")
+        if isinstance(one, BlockFloat) and one.error_feedback == "owner":
+            expected = (
+                "expected True or False: it rounds no average, whose error an owner would keep; "
+                "gradzip.fsdp.quantize(..., error_feedback=True) keeps those of gradients"
+            )
+            raise ValueError(f"{what}: got a method with error_feedback='owner', {expected}")
 
 
 class Connections:

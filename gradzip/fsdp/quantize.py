@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ..memory.names import original
 from ..methods.base.compressor import Compressor
-from ..methods.base.group import is_compressed
 from . import rank_state
 from .all_gather import AllGather, DeltaGather, Passes
 from .connections import Connections
@@ -95,7 +94,7 @@ def quantize(
     Args:
         gather: `BlockFloat(rounding="nearest")`, for the all-gathers (`all_gather`). What it leaves uncompressed of
             gradients stays exact: parameters of one dimension, small ones, and those of `exempt_modules`. None: FSDP's.
-        reduce: the method of the reduce-scatters (`reduce_scatter`). None: FSDP's.
+        reduce: the method of the reduce-scatters (`reduce_scatter`), without exempt parameters. None: FSDP's.
         keep: keep the encoded weights of a forward pass, of all ranks, until the backward pass, which then gathers
             nothing: half of the all-gathers, for 1.02 bytes (8 bits) or .52 (4) a parameter on each rank. For modules
             with `reshard_after_forward=True`.
@@ -107,8 +106,9 @@ def quantize(
             within a backward pass; with `Hierarchical` and n ranks on a node, 1/n of that.
 
     Raises:
-        ValueError: no sharded module, nothing to set, another method or reference, a module that is quantized already,
-            or one whose parameters have several dtypes or meshes, or encode themselves. No module is changed then.
+        ValueError: no sharded module, nothing to set, another method or reference, exempt parameters or
+            error_feedback="owner" where they would have no effect, a module that is quantized already, or one whose
+            parameters have several dtypes or meshes, or encode themselves. No module is changed then.
         RuntimeError: this torch has another FSDP2.
     """
     modules = sharded_modules(model)
@@ -145,7 +145,7 @@ def quantize(
         in_use |= scatters
     if gather is not None:
         connections = Connections(gather, "all_gather", named)
-        exempt = frozenset(name for name, p in named.items() if not is_compressed(gather, name, p, ""))
+        exempt = frozenset(name for name, p in named.items() if not gather.is_compressed(name, p))
         for name, module in modules:
             gathered = Gathered(module, name, names)
             if reference:

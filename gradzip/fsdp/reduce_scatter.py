@@ -23,7 +23,7 @@ from ..methods.hierarchical import Hierarchical
 from ..methods.quantize import QSGD
 from ..ops import tensors as ops
 from .backward_pass import BackwardPass
-from .connections import Connections
+from .connections import Connections, check_method
 from .shards import Reduced
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before torch 2.13
@@ -50,7 +50,7 @@ def reduce_scatter(compressor: Compressor) -> ReduceScatter:
             `Hierarchical` with one of these. Its own `error_feedback` has no effect: `quantize` has one.
 
     Raises:
-        ValueError: another method.
+        ValueError: another method, or one that exempts parameters or has error_feedback="owner".
     """
     return ReduceScatter(compressor)
 
@@ -149,6 +149,7 @@ class ReduceScatter:
         self._numels: dict[str, int] = {}  # of the residual, by parameter
         self._scale = 1.0  # of the residual: the loss scale
         self._codec = _codec_of(compressor)
+        check_method(compressor, "reduce_scatter")
         self._name, self._feedback = name, feedback
         self._connections = connections or Connections(compressor, "reduce_scatter")
         self._calls = 0

@@ -71,7 +71,9 @@ class BlockFloat(ErrorFeedback):
         rounding: "stochastic" or "nearest".
         error_feedback: add both errors to the next gradient; "owner": that of the average alone, which takes 4 / p
             bytes of memory an element in place of 4 + 4 / p. The ranks' own errors are lost then. "stochastic" makes
-            them unbiased and independent, so that most of them cancel in the average.
+            them unbiased and independent, so that most of them cancel in the average. A single rank rounds once, and
+            owns what it rounds: its error is kept with either. Within `Hierarchical` with one node of several ranks,
+            nothing is rounded.
         seed: of the random numbers u.
 
     Payload: for each block, its step (float32) and its integers: 4 + block bits / 8 bytes, a ratio of 3.94 to float32
@@ -165,7 +167,8 @@ class BlockFloat(ErrorFeedback):
         return blocks, min(group.numel, group.rank * each), min(group.numel, (group.rank + 1) * each)
 
     def own_ranges(self, group: Group) -> list[tuple[int, int]]:
-        return [self._partition(group)[1:]] if self.error_feedback and group.size > 1 else []
+        keeps = self.error_feedback if group.size > 1 else self.error_feedback == "owner"
+        return [self._partition(group)[1:]] if keeps else []
 
     def _encode_own(self, group: Group, key: Key, blocks: int) -> Tensor:
         """The payload of gradients plus residual, whose error is in the gradients' memory or the next residual then."""
@@ -175,6 +178,10 @@ class BlockFloat(ErrorFeedback):
             state.next_residual = state.renewed("residual", like, group.numel)
         residual = state.residual if self.keeps_residual else None
         error = vector if group.holds else state.next_residual
+        if group.size == 1 and self.error_feedback == "owner":  # the gradient is the average
+            residual = getattr(state, "owner_residual", None)
+            error = state.renewed("owner_residual", torch.empty(0, device=group.device), group.numel)
+            state.owner_residual, state.owner_ranges = error, [(0, group.numel)]
         bits = key.bits if self.rounding == "stochastic" else None
         return groups.block_float_encode(vector, self.bits, self.block, bits, blocks, residual, error)
 

@@ -106,6 +106,7 @@ class GradiVeQ(Compressor):
     loss_scaled: ClassVar = {"samples": 1, "mean": 1, "offset": 1, "energy": 2, "lost": 2}
     rank_local = ("energy", "lost")
     adapts = True
+    capture_needs = "another method, such as PowerSGD()"
     vectors = False  # each gradient has slices of its own
 
     loss: float = 0.01

@@ -273,6 +273,10 @@ class PowerSGD(LowRank):
 
     rounds = 2
 
+    @property
+    def capture_needs(self) -> str | None:
+        return None if self.warm_start else "warm_start=True"
+
     def reduce(self, group: Group) -> Routine:
         state = group.state
         q = getattr(state, "q", None)
@@ -325,6 +329,10 @@ class ACPSGD(LowRank):
     """
 
     reuse: bool = True
+
+    @property
+    def capture_needs(self) -> str | None:
+        return None if self.reuse else "reuse=True"
 
     def reduce(self, group: Group) -> Routine:
         state = group.state

@@ -176,6 +176,10 @@ class Momentum(Compressor):
         return self.inner.undone_on_device and not self._is_auto
 
     @property
+    def capture_needs(self) -> str | None:
+        return "a number as warmup_steps" if self._is_auto else self.inner.capture_needs
+
+    @property
     def loss_scaled(self) -> Mapping[str, int]:  # type: ignore[override]
         own = {"momentum": 1, "momentum_bound": 1, "square": 2, "former_square": 2}
         return {**self.inner.loss_scaled, **own}

@@ -77,6 +77,10 @@ class QSGD(GatherCompressor):
         self.fixed_nbytes = self.coding != "always_elias"
         self.writes_half = self.fixed_nbytes  # Elias codes are added to float32
 
+    @property
+    def capture_needs(self) -> str | None:
+        return None if self.fixed_nbytes else "coding='elias'"
+
     def encode_lists(self, lists: Sequence[Sequence[Tensor]], keys: Sequence[Key]) -> list[Tensor]:
         vectors = list(map(itemgetter(0), lists))
         numels = list(map(Tensor.numel, vectors))

@@ -259,6 +259,10 @@ class TopK(SparseCodec):
         self.check("bits", valid, "32 (float32), or 2 to 16 (range floats)")
 
     @property
+    def capture_needs(self) -> str | None:
+        return None if self.fixed_nbytes else "select='exact'"
+
+    @property
     def reads_half(self) -> bool:  # type: ignore[override]
         return self.chunk is not None and super().reads_half
 

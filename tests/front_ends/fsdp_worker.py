@@ -140,6 +140,22 @@ def divided():
         return Job(spec).run()["averages"]
 
 
+def exempting(compressor, *names):
+    compressor.exempted = frozenset(names)
+    return compressor
+
+
+LARGE = [
+    f"{module}.{name}".lstrip(".") for module, of in SHAPES.items() for name, shape in of.items() if len(shape) > 1
+]
+
+
+@scenario
+def exempted():
+    """All but a parameter that only the first shard has."""
+    return Job(exempting(gradzip.parse(METHODS[1]), *(name for name in LARGE if name != "g"))).run()["averages"]
+
+
 @scenario
 def nodes():
     """Replicas on two nodes, on which `Hierarchical` compresses between nodes alone."""
@@ -460,6 +476,13 @@ def errors():
         "replicated": message(lambda: gradzip.fsdp.compress(fully_shard(Model(), mesh=mesh()), gradzip.TopK(), group)),
         "no_codec": message(lambda: gradzip.fsdp.reduce_scatter(gradzip.TopK())),
         "elias": message(lambda: gradzip.fsdp.reduce_scatter(gradzip.QSGD())),
+        "exempt": message(lambda: gradzip.fsdp.reduce_scatter(exempting(gradzip.BlockFloat(), "first.a"))),
+        "exempt within": message(
+            lambda: gradzip.fsdp.reduce_scatter(gradzip.Hierarchical(exempting(gradzip.BlockFloat(), "first.a")))
+        ),
+        "exempt, quantized": message(lambda: QuantizedJob(exempting(gradzip.BlockFloat(), "first.a"))),
+        "owner": message(lambda: gradzip.fsdp.reduce_scatter(gradzip.BlockFloat(error_feedback="owner"))),
+        "exempt everything": message(Job(exempting(gradzip.parse(BASE), *LARGE)).step),
         "methods": message(Job(gradzip.TopK(theta=0.9 if rank < 2 else 0.8)).step),
         "policies": message(Job(mp_policy=MixedPrecisionPolicy(reduce_dtype=(None, torch.bfloat16)[rank // 2])).step),
         "modules": message(Job(frozen=SHAPES[""], root=rank < 2).step),

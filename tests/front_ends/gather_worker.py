@@ -572,6 +572,19 @@ def errors():
         "stochastic": message(lambda: gradzip.fsdp.all_gather(gradzip.BlockFloat())),
         "topk": message(lambda: gradzip.fsdp.quantize(sharded(whole), gather=gradzip.TopK())),
         "exempt": message(lambda: gradzip.fsdp.all_gather(gradzip.parse(SPECS[0]).exempt_modules(Net(), "embedding"))),
+        "owner": message(
+            lambda: gradzip.fsdp.all_gather(gradzip.BlockFloat(rounding="nearest", error_feedback="owner"))
+        ),
+        "owner, quantized": message(
+            lambda: gradzip.fsdp.quantize(
+                sharded(whole), gather=gradzip.BlockFloat(rounding="nearest", error_feedback="owner")
+            )
+        ),
+        "exempt from reduction": message(
+            lambda: gradzip.fsdp.quantize(
+                sharded(whole), gather=nearest, reduce=gradzip.BlockFloat().exempt_modules(Net(), "embedding")
+            )
+        ),
         "integers": message(lambda: gather(flat.repeat(dist.get_world_size()), flat, dist.group.WORLD)),
         "gathered float8": message(
             lambda: gather(flat.repeat(dist.get_world_size()).to(FLOAT8), flat.to(FLOAT8), dist.group.WORLD)

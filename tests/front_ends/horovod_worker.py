@@ -509,6 +509,11 @@ def refused(rank, size):
     opt.op = hvd.Adasum
     backward_error = message(lambda: backward(named, rank))
 
+    exempt, others = gradzip.TopK(), layers((64, 64), (64,))
+    exempt.exempted = frozenset({"layer0"})
+    optimizer(others, exempt)
+    exempt_error = message(lambda: backward(others, rank))
+
     decayed = layers((64, 64))
     sgd = torch.optim.SGD([p for _, p in decayed], lr=1.0, weight_decay=0.5)
     decaying = hvd.DistributedOptimizer(sgd, named_parameters=decayed, compression=gradzip.DGC())
@@ -518,6 +523,7 @@ def refused(rank, size):
         "unknown parameter": message(lambda: OtherOptimizer().compress(torch.zeros(64, 64))),
         "no optimizer": message(lambda: compressor.compress(torch.zeros(64, 64))),
         "adasum": backward_error,
+        "exempt": exempt_error,
     }
 
 

@@ -401,7 +401,10 @@ def refused():
     outer = message(lambda: gradzip.outer.LocalSteps(model, optimizer, outer=averages, group=GROUP))
     method = gradzip.TopK(theta=0.9 + job.rank / 100)
     method = message(lambda: gradzip.outer.LocalSteps(model, optimizer, method, group=GROUP))
-    return every, delay, outer, method, loads, lies
+    exempt = gradzip.TopK()
+    exempt.exempted = frozenset(name for name, _ in model.named_parameters())
+    exempt = message(lambda: gradzip.outer.LocalSteps(model, optimizer, exempt, group=GROUP))
+    return every, delay, outer, method, loads, lies, exempt
 
 
 LIES = {

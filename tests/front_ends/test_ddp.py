@@ -369,7 +369,7 @@ def test_an_overflow_that_a_scaler_does_not_see_is_a_warning(world):
 
 def test_exempt_modules_are_averaged_uncompressed(world):
     size, results = world
-    for rank, ((_, averages), error, kept, lines, alone, other) in enumerate(results["exempted"]):
+    for rank, ((_, averages), error, kept, lines, alone, other, everything) in enumerate(results["exempted"]):
         assert error == "" and kept == ["0.weight"]
         for name, average in averages.items():
             mean = sum(gradients[name] for (gradients, _), *_ in results["exempted"]) / size
@@ -378,6 +378,9 @@ def test_exempt_modules_are_averaged_uncompressed(world):
         assert lines == (logged if rank == 0 else [])
         assert "parameter '1.bias' is not on rank 1, is exempt on rank 0; call exempt_modules on all ranks" in alone
         assert "HookState: got the exempt parameter 'layers.1', expected names such as '0.bias': give" in other
+        assert everything.startswith(
+            "ValueError: HookState: got exemptions of all parameters that the method compresses"
+        )
 
 
 def assert_differs(a, b):

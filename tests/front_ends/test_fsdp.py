@@ -22,8 +22,8 @@ from fsdp_worker import AMP, BASE, CODECS, DIVIDED, DRAWS, EXAMPLES, INNER, METH
 RANKS = 4
 ALL = {name: shape for shapes in SHAPES.values() for name, shape in shapes.items()}
 FULL = {name: f"{module}.{name}".lstrip(".") for module, shapes in SHAPES.items() for name in shapes}
-DEFAULT = ["methods", "divided", "nodes", "options", "roots", "one_rank", "interrupted", "checkpointing", "overlap",
-           "loss_scale", "distributed_checkpoint", "errors", "quantized", "feedback", "elastic",
+DEFAULT = ["methods", "divided", "exempted", "nodes", "options", "roots", "one_rank", "interrupted", "checkpointing",
+           "overlap", "loss_scale", "distributed_checkpoint", "errors", "quantized", "feedback", "elastic",
            "nodes_of_shards"]  # fmt: skip
 LONG = ["more_options", "all_methods", "replicas_only", "shards_only", "native", "clipping", "shared_compressor",
         "momentum", "quantized_training", "auto"]  # fmt: skip
@@ -255,6 +255,17 @@ def test_loss_scale(job):
         assert_equal(averages, {name: 2 * average for name, average in unscaled.step(2).items()})
 
 
+def test_a_rank_may_own_nothing_that_is_compressed(job):
+    """Of one row, which the first shard has: all other parameters are exempt."""
+    for rank, (steps, others) in enumerate(zip(job["exempted"], job["methods"], strict=True)):
+        assert len(steps) == STEPS
+        for averages, uncompressed in zip(steps, others[UNCOMPRESSED]["averages"], strict=True):
+            assert averages.keys() == uncompressed.keys() and ("g" in averages) == (rank % 2 == 0)
+            if (compressed := averages.pop("g", None)) is not None:
+                assert (compressed == 0).sum() > 0.5 * compressed.numel()
+            assert_equal(averages, {name: uncompressed[name] for name in averages})
+
+
 def test_distributed_checkpoint(job):
     for rank, results in enumerate(job["distributed_checkpoint"]):
         for resumed in ("resumed", "plain"):
@@ -277,6 +288,11 @@ MESSAGES = {
     "replicated": "ValueError: compress: got module '' on a mesh with a dimension of replicas",
     "no_codec": "expected gradzip.BlockFloat() or gradzip.QSGD(coding='packed')",
     "elias": "expected gradzip.BlockFloat() or gradzip.QSGD(coding='packed')",
+    "exempt": "ValueError: reduce_scatter: got a method with exempt parameters, expected none: it rounds all param",
+    "exempt within": "ValueError: reduce_scatter: got a method with exempt parameters, expected none: it rounds all",
+    "exempt, quantized": "ValueError: reduce_scatter: got a method with exempt parameters, expected none: it rounds",
+    "owner": "ValueError: reduce_scatter: got a method with error_feedback='owner', expected True or False: it rounds",
+    "exempt everything": "ValueError: compress: got exemptions of all parameters that the method compresses, expected",
     "methods": "RuntimeError: rank 1 compresses with TopK(",
     "policies": "RuntimeError: module '': rank 1 of the group has MixedPrecisionPolicy(",
     "modules": "RuntimeError: module '': rank 1 of the group has no fully_shard, rank 0 MixedPrecisionPolicy(",

@@ -437,7 +437,10 @@ def test_both_directions(job):
 ERRORS = {
     "stochastic": r"ValueError: all_gather: got BlockFloat\(.*expected gradzip.BlockFloat\(rounding='nearest'\)",
     "topk": r"ValueError: all_gather: got TopK\(.*expected gradzip.BlockFloat\(rounding='nearest'\)",
-    "exempt": r"ValueError: all_gather: got a method with exempt parameters, expected none: gradzip.fsdp.quantize",
+    "exempt": r"ValueError: all_gather: got a method with exempt parameters, expected none: it rounds all.*quantize",
+    "owner": r"ValueError: all_gather: got a method with error_feedback='owner', expected True or False: it rounds no",
+    "owner, quantized": r"ValueError: all_gather: got a method with error_feedback='owner', expected True or False",
+    "exempt from reduction": r"ValueError: reduce_scatter: got a method with exempt parameters, expected none",
     "integers": r"TypeError: all_gather: got weights of torch.int32.*expected float32, bfloat16 or float16",
     "gathered float8": r"TypeError: all_gather: got weights of torch.float8_e4m3fn.*expected float32, bfloat16",
     "mixed": r"ValueError: quantize: got module '' with parameters of \['torch.bfloat16', 'torch.float32'\], expected",

@@ -377,6 +377,9 @@ def test_errors_before_a_step(world):
         )
         assert "gradzip.roundtrip" in messages["no optimizer"]
         assert messages["adasum"].startswith("ValueError: FFTRange with op=Adasum")
+        assert messages["exempt"].startswith(
+            "ValueError: compression: got exemptions of all parameters that the method"
+        )
         error, norm = messages["weight decay"]
         assert (
             error.startswith("ValueError: SGD: got weight_decay = 0.5 for a parameter to which DGC applies")

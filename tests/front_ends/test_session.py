@@ -1,7 +1,9 @@
 """What front ends share: names of states, steps, and steps that fail. One rank, on a real process group."""
 
+import contextlib
 import copy
 from dataclasses import dataclass
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -84,6 +86,7 @@ def test_a_failed_step_is_dropped(group):
         ("acpsgd:rank=8", {"large"}),  # its factors of `wide` are no smaller
         ("per-layer:wide=none,default=topk", {"large"}),
         ("phases:0=none,2=topk", {"large", "wide"}),
+        ("auto:allow=[fp16,acpsgd(rank=8)]", {"large", "wide"}),
         ("phases:0=topk,2=acpsgd(rank=8),exempt=large", {"large", "wide"}),
         ("none", set()),
     ],
@@ -98,10 +101,63 @@ def test_what_is_compressed_is_logged_once(group, caplog, spec, compressed):
         session = connected(compressor, group, named)
         train(session, named)
     share = 100 * sum(named[name].numel() for name in compressed) / (4800 + 1200 + 100 + 2500)
-    assert caplog.messages == [f"{len(compressed)} of 4 parameters, {share:.1f} % of the elements, by {spec}"]
-    if "none" not in spec:
+    assert [record.getMessage() for record in caplog.records if record.name == "gradzip"] == [
+        f"{len(compressed)} of 4 parameters, {share:.1f} % of the elements, by {spec}"
+    ]
+    if not ("none" in spec or "auto" in spec):
         groups = session.plan(list(named.values()), list(named)).groups
         assert {name for own in groups if own.compressed for name in own.names} == compressed | {"frozen"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "exempt", "refuses"),
+    [
+        ("topk", {"v", "w"}, True),
+        ("topk", {"v"}, False),
+        ("fp16", {"v", "w"}, True),
+        ("auto", {"v", "w"}, True),
+        ("phases:0=none,2=topk", {"v", "w"}, True),
+        ("phases:0=none,2=topk", {"v"}, False),
+        ("per-layer:^w=topk,default=none", {"w"}, True),
+        ("per-layer:^w=topk,default=none", {"v"}, False),
+        ("per-layer:^x=topk,default=none", {"v", "w"}, False),
+        ("none", {"v", "w"}, False),
+        ("topk:min_numel=5000", {"v", "w"}, False),
+    ],
+)
+def test_refuses_exemptions_of_all_that_is_compressed(group, spec, exempt, refuses):
+    """By names that `exempt_modules` had of a model with more parameters, or with other shapes."""
+    named = layers("v", "w") | {"bias": torch.zeros(40)}
+    compressor = gradzip.parse(spec)
+    compressor.exempted = frozenset({*exempt, "other"})
+    expected = "^test: got exemptions of all parameters that the method compresses, expected some that are compressed"
+    with pytest.raises(ValueError, match=expected) if refuses else contextlib.nullcontext():
+        train(connected(compressor, group, named), named)
+
+
+def test_frozen_parameters_that_are_not_exempt_count(group):
+    """They may be trained later."""
+    compressor = gradzip.TopK()
+    compressor.exempted = frozenset("v")
+    named = {name: torch.nn.Parameter(p, name != "w") for name, p in layers("v", "w").items()}
+    assert connected(compressor, group, named).engine is not None
+
+
+@pytest.mark.parametrize(
+    "own, shards, refuses", [((0, 2), (3, 5), False), ((0, 2), (0, 5), True), ((0, 0), (0, 0), False)]
+)
+def test_ranks_with_other_shards_count(group, own, shards, refuses):
+    """A rank may own none of the parameters that are compressed."""
+    named, compressor = layers("v", "w"), gradzip.TopK()
+    session = Session(compressor, "test")
+    session.name_states(named, "model")
+    engine = session.torch_engine(group, torch.device("cpu"))
+    engine.sum_over_shards = lambda values: list(shards) if tuple(values) == own else list(values)
+    with (
+        mock.patch.object(compressor, "count_compressed", lambda *_: own),
+        pytest.raises(ValueError, match="exemptions of all") if refuses else contextlib.nullcontext(),
+    ):
+        session.connect(engine, named, "handshake")
 
 
 @pytest.mark.parametrize("spec", ["topk", "phases:0=topk,2=acpsgd", "dgc:momentum=0.9"])

@@ -73,7 +73,7 @@ class Reference:
         blocks = -(-n // (self.block * size))
         corrected = [g if r is None else g + r for g, r in zip(grads, self.residuals)]
         sent = [self.encode(c, blocks * size, step, "w", rank) for rank, c in enumerate(corrected)]
-        if self.error_feedback is True:
+        if self.error_feedback is True or (self.error_feedback and size == 1):  # what it owns, in any case
             self.residuals = [c - decode(*s, n) for c, s in zip(corrected, sent)]
         if size == 1:
             return decode(*sent[0], n)
@@ -107,7 +107,8 @@ def test_equals_the_algorithm_to_the_bit(size, bits, block, error_feedback, roun
         for average in group.average(grads, "w"):
             assert np.array_equal(average.view(-1).numpy(), want)
     for compressor, residual in zip(group.compressors, reference.residuals):
-        left = compressor.states["w"].residual
+        state = compressor.states["w"]
+        left = state.owner_residual if (size, error_feedback) == (1, "owner") else state.residual
         assert (left is None and residual is None) or np.array_equal(left.view(-1).numpy(), residual)
 
 
@@ -266,6 +267,42 @@ def test_state_moves_with_the_bucket():
         assert saved.keys() == shapes.keys() and not any("owner_residual" in saved[name] for name in shapes)
         after += torch.cat([saved[name]["residual"].view(-1) for name in shapes])
     assert torch.allclose(after, total, rtol=0, atol=8 * U * total.abs().max().item())
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_single_rank_owns_what_it_rounds(bits, dtype):
+    """The same bits as with True: a run that is scaled down to one rank loses nothing."""
+    groups = [gradzip.LocalGroup(gradzip.BlockFloat(bits, 64, "nearest", ef), 1) for ef in ("owner", True)]
+    for step in range(4):
+        grads = {"a": correlated(30, 40, seed=step).to(dtype), "b": correlated(50, 41, seed=step + 9).to(dtype)}
+        owner, sender = (group.step([grads])[0] for group in groups)
+        assert all(torch.equal(owner[name], sender[name]) for name in grads)
+    (state,), (other,) = (set(group.compressors[0].states.values()) for group in groups)
+    assert state.residual is None and other.residual is not None
+    assert torch.equal(state.owner_residual, other.residual)
+    shapes = {"a": (30, 40), "b": (50, 41)}
+    assert gradzip.memory_bytes(groups[0].compressors[0], shapes, 1) == state.owner_residual.nbytes
+
+
+def test_the_owners_residual_of_one_rank_goes_on_with_two():
+    """It counts once in the mean, whatever the number of ranks."""
+    method = gradzip.BlockFloat(2, 64, "nearest", "owner")
+    alone = gradzip.LocalGroup(method, 1)
+    grad = correlated(30, 40, seed=1)
+    lost = (grad - alone.average([grad], "w")[0]).view(-1)
+    (compressor,) = alone.compressors
+    assert torch.allclose(compressor.states["w"].owner_residual, lost, rtol=0, atol=4 * U * grad.abs().max().item())
+    compressor.memory.change_group(0, 2)
+    assert torch.allclose(compressor.state_dict()["states"]["w"]["residual"].view(-1) / 2, lost / 2, rtol=0, atol=1e-6)
+
+
+def test_one_node_rounds_nothing_and_keeps_nothing():
+    method = gradzip.Hierarchical(gradzip.BlockFloat(2, 64, "nearest", "owner"))
+    group, grads = gradzip.LocalGroup(method, (1, 2)), [correlated(30, 40, seed=seed) for seed in range(2)]
+    for average in group.average(grads, "w"):
+        torch.testing.assert_close(average, sum(grads) / 2)
+    assert all(not compressor.inner.states for compressor in group.compressors)
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])

@@ -53,19 +53,60 @@ def test_several_models_add_up():
     assert compressor.exempted == {"3.bias", "3.weight", "words.weight"}
 
 
+EVERYTHING = (
+    r"^exempt_modules: got exemptions of all parameters that the method compresses, expected some that are compressed: "
+    r"exempt fewer kinds, or use NoCompression\(\) to compress none$"
+)
+
+
 @pytest.mark.parametrize(
     "model, of, error, message",
     [
         ("model", ["head"], TypeError, "exempt_modules: got str, expected the model"),
         (network(), ["layernorm"], ValueError, "got 'layernorm', expected '1d', 'embedding', 'head' or classes of mod"),
         (network(), [nn.Linear(2, 2)], ValueError, "expected '1d', 'embedding', 'head' or classes of modules"),
-        (network(), ["1d", nn.Conv2d, "head"], ValueError, "of which all 6 parameters are, expected some that are com"),
-        (nn.Linear(64, 64), ["head"], ValueError, r"got \('head',\), of which all 2 parameters are"),
+        (network(), ["1d", nn.Conv2d, "head"], ValueError, EVERYTHING),
+        (network(), [nn.Conv2d, "head"], ValueError, EVERYTHING),  # biases and norms are left
+        (nn.Linear(64, 64), ["head"], ValueError, EVERYTHING),
     ],
 )
 def test_refuses(model, of, error, message):
+    compressor = gradzip.TopK()
     with pytest.raises(error, match=message):
-        gradzip.TopK().exempt_modules(model, *of)
+        compressor.exempt_modules(model, *of)
+    assert compressor.exempted == set()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["auto", "phases:0=none,5=topk", "per-layer:^0=topk,default=none", "hierarchical:inner=topk"],
+)
+def test_refuses_to_exempt_everything_call_by_call(spec):
+    """All that the method would compress. What earlier calls have exempted stays."""
+    compressor = gradzip.parse(spec).exempt_modules(network(), "1d")
+    kept = compressor.exempted, compressor.choice_number
+    if "per-layer" not in spec:
+        compressor.exempt_modules(network(), "head")
+        kept = compressor.exempted, compressor.choice_number
+    with pytest.raises(ValueError, match=EVERYTHING):
+        compressor.exempt_modules(network(), nn.Conv2d)
+    assert (compressor.exempted, compressor.choice_number) == kept
+
+
+@pytest.mark.parametrize(
+    "spec, model",
+    [
+        ("none", network()),
+        ("topk:min_numel=100000", network()),  # which compresses nothing anyway
+        ("gradiveq", nn.Sequential(nn.Linear(64, 64))),
+        ("per-layer:^9=topk,default=none", network()),
+        ("topk", nn.Sequential(nn.BatchNorm2d(3000))),
+        ("topk", nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(64))),  # whose shapes are not known
+    ],
+)
+def test_may_exempt_everything_where_that_changes_nothing(spec, model):
+    compressor = gradzip.parse(spec).exempt_modules(model, nn.Linear, nn.Conv2d, nn.BatchNorm2d)
+    assert compressor.exempted >= {"0.weight"}
 
 
 SHAPES = {"0.weight": (32, 16, 3, 3), "0.bias": (32,), "3.weight": (48, 64), "3.bias": (48,)}

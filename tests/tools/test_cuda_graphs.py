@@ -1,6 +1,7 @@
 """What keeps torch.cuda.graph from capturing a step, found on a stand-in device: the table of docs/gpu.md."""
 
 import contextlib
+import itertools
 import math
 import re
 import shutil
@@ -13,7 +14,7 @@ import gradzip
 import kinds
 from benchmarks.common.results import END
 from benchmarks.device_ops import capture
-from benchmarks.device_ops.__main__ import Loopback, horovod_steps, noise
+from benchmarks.device_ops.__main__ import Loopback, ddp_steps, fake_group, future, horovod_steps, noise
 from benchmarks.device_ops.capture import BETWEEN, KEYS, OTHER_WORK, TWO_STEPS, obstacles
 from benchmarks.device_ops.stand_in import DEVICE, stand_in
 from gradzip.averaging.session import Session
@@ -110,6 +111,72 @@ def test_a_first_step_is_not_captured(spec, checks):
     assert all(map(same_bits, *runs))
 
 
+# Of methods that are made of others, or whose arguments no example has: what captured steps need.
+REFUSED = {
+    "auto:every=0": "the method that it has chosen, gradzip.parse(compressor.report['method'])",
+    "momentum:inner=topk(theta=0.9),warmup_steps=auto,beta2=0.5": "a number as warmup_steps",
+    "momentum:inner=topk(theta=0.9,select=sampled)": "select='exact'",
+    "phases:0=topk,1=acpsgd(reuse=False)": "reuse=True",
+    "hierarchical:inner=qsgd(coding=always_elias),local_size=1": "coding='elias'",
+} | {
+    spec: needs
+    for spec in itertools.chain(*METHODS.values())
+    if (needs := gradzip.parse(spec).capture_needs) is not None
+}
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize("steps", [horovod_steps, ddp_steps])
+@pytest.mark.parametrize("spec", kinds.params(REFUSED, ["auto:every=0", "phases:0=topk,1=acpsgd(reuse=False)"]))
+def test_what_cannot_be_captured_is_refused(spec, steps, checks):
+    """In the first hook, before anything waits. Under DDP, later steps are as if that one had not been; Horovod's
+    optimizer does not go on after an error in a hook."""
+    runs = []
+    for tries in (False, True) if steps is ddp_steps else (True,):
+        compressor = gradzip.parse(spec).skip_nonfinite(checks)
+        with fake_group(2), mock.patch("gradzip.ddp.Future", future), stand_in() as device:
+            run = steps(compressor, capture.SHAPES, 2, device)
+            found = []
+            for number in range(4):
+                if tries and number == 2:
+                    needs = re.escape(REFUSED[spec])
+                    refused = pytest.raises(
+                        RuntimeError, match=f"CUDA graph, expected {needs} for that: its host decid"
+                    )
+                    with device.capturing(), device.counting() as counts, refused as error:
+                        run(gradients_on(device, number), counts)
+                    text = str(error.value)
+                    assert counts.syncs == 0 and "\n" not in text and text.partition(":")[0] in repr(compressor)
+                    if steps is not ddp_steps:
+                        return
+                gradients = gradients_on(device, number)
+                with device.counting() as counts:
+                    run(gradients, counts)
+                found += [gradient.host.clone() for gradient in gradients.values()]
+            parts = [tensor.host for part in compressor.parts for tensor in capture.tensors_of(part).values()]
+        runs.append(found + parts)
+    assert all(map(same_bits, *runs))
+
+
+def test_gradiveq_is_not_captured():
+    """Whose steps the stand-in has not all operations for."""
+    with stand_in() as device:
+        run = horovod_steps(gradzip.GradiVeQ(), {"conv": (32, 16, 3, 3)}, 2, device)
+        refused = pytest.raises(RuntimeError, match="GradiVeQ: .* expected another method, such as PowerSGD")
+        with device.capturing(), device.counting() as counts, refused:
+            run({"conv": device.tensor(torch.ones(32, 16, 3, 3))}, counts)
+
+
+@pytest.mark.parametrize("name", kinds.params(METHODS, SAMPLE))
+def test_what_is_refused_is_what_is_found(name):
+    """If the host reads more than whether averages are finite, or steps queue other work. `skip_nonfinite(False)`, and
+    a graph of two steps, are for the other obstacles."""
+    for spec in METHODS[name]:
+        compressor = gradzip.parse(spec).skip_nonfinite(False)
+        needs, found = compressor.capture_needs, obstacles(compressor)
+        assert (needs is not None) == bool({*found.hooks, *found.end} - {TWO_STEPS}), (spec, needs, found)
+
+
 @pytest.mark.parametrize("spec", ["fft-range:theta=0.5,value_range=1.0", "dct-range:theta=0.5,value_range=1.0"])
 def test_clamped_values_are_counted_where_they_were(spec):
     """In memory that a replay adds to."""
@@ -145,7 +212,7 @@ def test_captured_steps_have_the_same_bits(name, broken):
     """
     for spec in METHODS[name]:
         undone_on_device, runs = gradzip.parse(spec).undone_on_device, []
-        if broken is not None and not undone_on_device:
+        if spec in REFUSED or (broken is not None and not undone_on_device):
             continue
         for captured in (False, True):
             compressor = gradzip.parse(spec).skip_nonfinite(undone_on_device)
@@ -205,8 +272,7 @@ def by_number(number):
 def test_replays_draw_other_numbers(name):
     """Those of the keys and of the number of the replay, and other ones than those of the keys alone."""
     for spec in METHODS[name]:
-        found = obstacles(gradzip.parse(spec))
-        if KEYS in (*found.hooks, *found.end):
+        if spec in REFUSED:
             continue
         first, other = (averages(spec, [by_keys], step)[0] for step in (3, 4))
         draws, replayed = not same_bits(first, other), averages(spec, [captured] * 3)

@@ -29,7 +29,7 @@ from ...memory.streams import HomeStreams
 from ...memory.verdict import Verdict
 from ...ops import groups
 from ...ops import tensors as ops
-from .exempt import Kind, exempt_names
+from .exempt import Kind, check_exempt, exempt_names
 
 if TYPE_CHECKING:
     from .group import Group
@@ -188,6 +188,15 @@ class Compressor(ABC):
         self.averages_pieces = False
         # If set, a gradient is averaged by node, and `method_for` averages one chunk of it on each rank.
         self.node_chunks: NodeChunks | None = None
+
+    @property
+    def capture_needs(self) -> str | None:
+        """What a step that is captured as a CUDA graph needs instead of this method, for errors. None: nothing.
+
+        A replay repeats what the host has decided: a method whose host waits for values, or chooses by the step, cannot
+        be captured.
+        """
+        return None
 
     @property
     def last_step_skipped(self) -> bool:
@@ -511,6 +520,25 @@ class Compressor(ABC):
         """The methods that `method_for` is known to return for a parameter in later steps."""
         return ()
 
+    def takes(self, name: str, like: Tensor, prefix: str = "") -> bool:
+        """Whether a parameter of this shape is compressed, now or in a later phase, unless it is exempt."""
+        now = self.node_chunks or self.method_for(name, like.shape, prefix)
+        return not all(method.bypasses(like) for method in (now, *self.later_methods(name, prefix)))
+
+    def exempts(self, name: str, like: Tensor) -> bool:
+        """Whether a parameter is averaged uncompressed, whatever the method."""
+        return name in self.exempted or like.is_complex()
+
+    def is_compressed(self, name: str, like: Tensor, prefix: str = "") -> bool:
+        """Whether a parameter of this shape is compressed, now or in a later phase. Arguments: as in `method_for`."""
+        return not self.exempts(name, like) and self.takes(name, like, prefix)
+
+    def count_compressed(self, named: Mapping[str, Tensor], prefix: str = "") -> tuple[int, int]:
+        """How many parameters are compressed, now or in a later phase, and how many `exempt_modules` keeps from it."""
+        taken = [name for name, p in named.items() if not p.is_complex() and self.takes(name, p, prefix)]
+        exempt = len(self.exempted.intersection(taken))
+        return len(taken) - exempt, exempt
+
     def step_of(self, name: str, shape: torch.Size, prefix: str = "") -> int:
         """The number of steps of a parameter so far, the same on all ranks. Arguments: as in `method_for`."""
         return int(self.method_for(name, shape, prefix).memory.fields(prefix + name).get("step", 0))
@@ -611,7 +639,8 @@ class Compressor(ABC):
 
         Raises:
             TypeError: model is no module.
-            ValueError: an unknown kind, or all parameters are exempt.
+            ValueError: an unknown kind, or nothing is left that the method compresses, with what earlier calls exempt.
+                Front ends ask that again, of all ranks, before the first step.
 
         >>> import gradzip, torch
         >>> model = torch.nn.Sequential(torch.nn.Embedding(100, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 100))
@@ -619,7 +648,13 @@ class Compressor(ABC):
         >>> sorted(compressor.exempted)
         ['0.weight', '2.bias', '2.weight']
         """
-        self.exempted |= exempt_names(model, kinds)
+        names, trained = exempt_names(model, kinds)
+        before, self.exempted = self.exempted, self.exempted | names
+        try:
+            check_exempt("exempt_modules", *self.count_compressed(trained))
+        except ValueError:
+            self.exempted = before
+            raise
         self.choice_number += 1
         return self
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ...memory.names import innermost, original
 
@@ -15,12 +16,12 @@ _LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 KINDS = ("1d", "embedding", "head")
 
 
-def exempt_names(model: nn.Module, kinds: Sequence[Kind]) -> frozenset[str]:
-    """The names of the parameters of some kinds (`Compressor.exempt_modules`).
+def exempt_names(model: nn.Module, kinds: Sequence[Kind]) -> tuple[frozenset[str], dict[str, Tensor]]:
+    """The names of the trained parameters of some kinds; all trained ones by name, none if one has no shape yet.
 
     Raises:
         TypeError: model is no module.
-        ValueError: an unknown kind, or all parameters are of these kinds.
+        ValueError: an unknown kind.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"exempt_modules: got {type(model).__name__}, expected the model")
@@ -31,14 +32,23 @@ def exempt_names(model: nn.Module, kinds: Sequence[Kind]) -> frozenset[str]:
             )
     model = innermost(model)
     found = {id(parameter) for kind in kinds for parameter in _of_kind(model, kind)}
-    trained = {original(name): p for name, p in model.named_parameters() if p.requires_grad}
+    trained: dict[str, Tensor] = {original(name): p for name, p in model.named_parameters() if p.requires_grad}
     names = frozenset(name for name, p in trained.items() if id(p) in found)
-    if trained and len(names) == len(trained):
+    return names, {} if any(map(is_lazy, trained.values())) else trained
+
+
+def check_exempt(what: str, compressed: float, exempt: float) -> None:
+    """Raise ValueError if exemptions alone are why nothing is compressed.
+
+    Args:
+        what: the function of the user's, for errors.
+        compressed, exempt: numbers of parameters, as of `Compressor.count_compressed`.
+    """
+    if exempt and not compressed:
         raise ValueError(
-            f"exempt_modules: got {kinds}, of which all {len(trained)} parameters are, expected some that are "
-            "compressed; use NoCompression() to compress none"
+            f"{what}: got exemptions of all parameters that the method compresses, expected some that are compressed: "
+            "exempt fewer kinds, or use NoCompression() to compress none"
         )
-    return names
 
 
 def _of_kind(model: nn.Module, kind: Kind) -> Iterator[Tensor]:

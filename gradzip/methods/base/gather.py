@@ -114,6 +114,10 @@ class GatherCompressor(Compressor):
         self.asymmetric = self.exchange != "gather"
         self.adapts = self.exchange == "auto"
 
+    @property
+    def capture_needs(self) -> str | None:
+        return None if self.fixed_nbytes else "a method whose payloads have a fixed length, such as QSGD()"
+
     def groups_by(self, shape: torch.Size) -> Any:
         return self.joined_shape(shape) if self.vectors else ()
 

@@ -130,6 +130,10 @@ class Group:
         self.compressed_momentum = False
         self.before: dict[str, Any] | None = None
         self._compressor = compressor
+        # What keeps steps from being captured: a choice of methods, or the method of what is compressed.
+        choosing = (compressor,) if compressor is not method else ()
+        deciding = (*choosing, method) if compressed else choosing
+        self._uncaptured = next((one for one in deciding if one.capture_needs is not None), None)
         self.nbytes = sum(like.nbytes for like in likes)
         self._changes = method.changes_uncompressed and not (frozen or compressed)
         # The parameters of the state: with chunks of nodes, that of the chunk.
@@ -240,6 +244,10 @@ class Group:
             rank, size: this rank's number and the world size.
             discards: as the attribute. Call `end_step` as for a step that is skipped.
             may_hold: whether `commit_held` is called if the group commits late: averages are written there.
+
+        Raises:
+            ValueError: a gradient is sparse, or has no floats.
+            RuntimeError: the step is captured as a CUDA graph, and the method cannot be (`Compressor.capture_needs`).
         """
         if gradients[0].is_complex():
             gradients = list(map(as_real, gradients))
@@ -248,6 +256,10 @@ class Group:
                 raise ValueError(
                     f"gradient of {self.name!r}: got {gradient.layout} {gradient.dtype}, expected a dense float tensor"
                 )
+        if self._uncaptured is not None and ops.is_capturing(gradients[0]):
+            name, needs = type(self._uncaptured).__name__, self._uncaptured.capture_needs
+            got = f"{name}: got a step to capture as a CUDA graph, expected {needs} for that"
+            raise RuntimeError(f"{got}: its host decides in each step, which replays cannot (docs/gpu.md)")
         compressor, monitor = self._compressor, self._compressor.monitor
         self.gradients, self.rank, self.size, self.discards = gradients, rank, size, discards
         self.device = gradients[0].device
@@ -527,7 +539,7 @@ def plan_groups(
         method = compressor.method_for(name, like.shape, prefix)
         compressor.register_parameter(name, like.shape, prefix + name)
         methods.append(method)
-        exempt = frozen or _is_exempt(compressor, name, like)
+        exempt = frozen or compressor.exempts(name, like)
         following = () if exempt else compressor.later_methods(name, prefix)
         later.append([other for other in following if not other.bypasses(like)])
         compressed = not (exempt or (compressor.node_chunks or method).bypasses(like))
@@ -555,18 +567,6 @@ def plan_groups(
             )  # fmt: skip
             groups.append(group)
     return groups
-
-
-def is_compressed(compressor: Compressor, name: str, like: Tensor, prefix: str = "") -> bool:
-    """Whether a parameter of this shape is compressed, now or in a later phase. Arguments: as in `plan_groups`."""
-    if _is_exempt(compressor, name, like):
-        return False
-    now = compressor.node_chunks or compressor.method_for(name, like.shape, prefix)
-    return not all(method.bypasses(like) for method in (now, *compressor.later_methods(name, prefix)))
-
-
-def _is_exempt(compressor: Compressor, name: str, like: Tensor) -> bool:
-    return like.is_complex() or name in compressor.exempted
 
 
 def _by_vector(indices: list[int], parameters: Sequence[Tensor], vectors: Sequence[int]) -> list[list[int]]:
