@@ -77,6 +77,18 @@ def test_refuses(model, of, error, message):
     assert compressor.exempted == set()
 
 
+def test_a_method_within_another_exempts_nothing():
+    inner = gradzip.SignSGD(majority=False).exempt_modules(network(), "1d")
+    for outer in (
+        gradzip.Momentum,
+        gradzip.Hierarchical,
+        lambda method: gradzip.Phases({0: gradzip.NoCompression(), 5: method}),
+        lambda method: gradzip.PerLayer([("^0", method)]),
+    ):
+        with pytest.raises(ValueError, match="no exempt parameters: call exempt_modules of the (Mom|Hier|Phas|PerL)"):
+            outer(inner)
+
+
 @pytest.mark.parametrize(
     "spec",
     ["auto", "phases:0=none,5=topk", "per-layer:^0=topk,default=none", "hierarchical:inner=topk"],

@@ -7,7 +7,7 @@ import itertools
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, Field, dataclass, fields, replace
 from operator import itemgetter
@@ -171,6 +171,9 @@ class Compressor(ABC):
             value = getattr(self, f.name)
             self.check(f.name, f.type != "bool" or isinstance(value, bool), "True or False")
             self.check(f.name, f.name != "seed" or (is_number(value) and isinstance(value, int)), "an integer")
+            # Nobody would ask an inner method which parameters are exempt.
+            exempt = any(inner.exempted for inner in methods_in(value))
+            self.check(f.name, not exempt, f"no exempt parameters: call exempt_modules of the {type(self).__name__}")
         self.memory = Memory(type(self).__name__, self.loss_scaled, self.rank_local, self.partition_local)
         self.traffic = Traffic()
         self.workspace = Workspace()
@@ -765,6 +768,14 @@ def _most(tensors: Sequence[Tensor]) -> float:
 def is_number(value: Any) -> bool:
     """Whether a hyper-parameter is a number, which True and False are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def methods_in(value: Any) -> Iterator[Compressor]:
+    """The methods in a hyper-parameter."""
+    if isinstance(value, Compressor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        yield from itertools.chain.from_iterable(map(methods_in, value.values() if isinstance(value, dict) else value))
 
 
 def cloned(value: Any) -> Any:
