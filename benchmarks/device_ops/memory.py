@@ -25,7 +25,7 @@ from gradzip.methods.base import compressor as base
 
 PAGE = ROOT / "docs" / "methods.md"
 START = "<!-- table: python -m benchmarks.device_ops.memory --write -->\n\n"
-OTHERS = ("block-float:error_feedback=owner", "block-float:error_feedback=False")
+OTHERS = ("block-float:error_feedback=owner", "block-float:error_feedback=False", "momentum:inner=qsgd")
 
 
 def specs() -> list[str]:

@@ -220,6 +220,12 @@ class State:
             return spare
         return torch.empty(numel, dtype=like.dtype, device=like.device)
 
+    def cast(self, field: str, dtype: torch.dtype) -> None:
+        """In a step: convert a tensor, if there is one of another dtype, also as it was before the step."""
+        for fields in (vars(self), self.before or {}):
+            if field in fields:
+                fields[field] = fields[field].to(dtype)
+
     def drop_owed(self) -> None:
         """In a step: drop what earlier steps owe to this one's average."""
         for name in ("owner_residual", "owner_ranges", "velocity", "average_velocity"):

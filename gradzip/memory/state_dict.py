@@ -17,7 +17,7 @@ from .state import Fields, State
 from .streams import use_on_current_stream
 
 COUNTS = ("step", "rank", "size")  # fields that every state has
-_OF_ANY_DTYPE = ("average_velocity",)  # of the gradients' dtype; other tensors are float32
+_OF_ANY_DTYPE = ("average_velocity",)  # float32 or float64, earlier that of gradients; others are float32
 
 
 def state_dict_of(saved: Mapping[str, Fields], rank_local: tuple[str, ...], method: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..collectives.fusion import pieces
 from ..collectives.routines import Routine, jointly
 from ..ops import groups
-from .base.compressor import add_all, is_number, with_scratch
+from .base.compressor import add_all, copy_all, is_number, with_scratch
 from .base.gather import Undecoded
 from .base.group import Group
 from .base.registry import register
@@ -99,17 +99,33 @@ class DGC(SparseCodec):
         yield from jointly(self._add_velocities, group.gradients[0].device, group)
 
     def _add_velocities(self, of: list[Group]) -> list[None]:
-        """Add velocities to uncompressed averages, and store the sums as the new velocities."""
-        averages = [gradient for group in of for gradient in group.gradients]
-        before = [self._views(group, getattr(group.state, "average_velocity", None)) for group in of]
-        if added := [(group.gradients, olds) for group, olds in zip(of, before) if olds is not None]:
-            add_all(added, self.momentum)
-        stored = []
+        """Add velocities to uncompressed averages, and store the sums as the new velocities.
+
+        Velocities of 16-bit averages are float32, and averages are rounded: sums over steps drift in 16 bits.
+        """
+        before: list[Any] = []
+        stored: list[Any] = []
+        added: list[tuple[Any, Any]] = []  # where the sums are made, and former velocities
+        widened: list[tuple[Tensor, Tensor]] = []
+        copied: list[tuple[Tensor, Tensor]] = []
         for group in of:
-            state, numel = group.state, sum(map(Tensor.numel, group.gradients))
-            state.average_velocity = state.renewed("average_velocity", group.gradients[0], numel)
+            state, averages = group.state, group.gradients
+            like = torch.empty(0, dtype=torch.promote_types(averages[0].dtype, torch.float32), device=group.device)
+            state.cast("average_velocity", like.dtype)
+            before.append(self._views(group, getattr(state, "average_velocity", None)))
+            state.average_velocity = state.renewed("average_velocity", like, group.numel)
             stored.append(self._views(group, state.average_velocity))
-        torch._foreach_copy_([view for views in stored for view in views], averages)
+            sums, copies = averages, stored[-1]
+            if averages[0].dtype != like.dtype:
+                widened += zip(stored[-1], averages)
+                sums, copies = copies, sums
+            if before[-1] is not None:
+                added.append((sums, before[-1]))
+            copied += zip(copies, sums)
+        copy_all(widened)
+        if added:
+            add_all(added, self.momentum)
+        copy_all(copied)
         if not self.memory.checks:  # else the step is undone
             # A velocity may overflow even if the average did not. Stored, it would never become finite again.
             for views, olds in zip(stored, before):
@@ -129,8 +145,8 @@ class DGC(SparseCodec):
         return (*super().kept_fields, *(("velocity",) if self.momentum else ()))
 
     def kept_nbytes(self, group: Group) -> int:
-        if not group.compressed:
-            return group.nbytes if self.changes_uncompressed else 0  # velocities of the averages
+        if not group.compressed:  # velocities of the averages
+            return max(group.nbytes, 4 * group.numel) if self.changes_uncompressed else 0
         return super().kept_nbytes(group)
 
     def memory_for(self, group: Group, dtype: torch.dtype) -> Tensor:

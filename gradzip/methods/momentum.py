@@ -109,8 +109,9 @@ class Momentum(Compressor):
 
     Payload: that of `inner`; in the warm-up 4 bytes for each element.
 
-    Memory: one more float32 tensor for each parameter, saved in state dicts. During a step, two, unless gradients hold
-    the errors of `inner`, or the average of the warm-up, or the error is made again at the end of the step.
+    Memory: one more float32 tensor for each parameter, saved in state dicts. During a step, two on a CPU, and on a
+    device where docs/methods.md says so ("Memory of a device"): elsewhere, the average is decoded when it is known that
+    the step counts, and overwrites the momentum.
 
     Deterministic if `inner` is. Waits for a CUDA device when `inner` does, and with ``warmup_steps="auto"``, with which
     the ranks of a model that is sharded also exchange two numbers in each step.
@@ -342,8 +343,8 @@ class Momentum(Compressor):
 
     def commit_held(self, group: Group, average: _Average, number: Tensor) -> Routine:
         vars(group.state).pop("momentum_bound", None)
-        if group.remakes:
-            yield from with_scratch(self._commit_remade(group, average, number), 8 * group.numel)
+        if not group.is_plain:
+            yield from with_scratch(self._commit_apart(group, average, number), 8 * group.numel)
             return
         take: Any = self._follow
         if average.compressed:
@@ -356,8 +357,8 @@ class Momentum(Compressor):
             self._count_unused_later(group)
         yield from with_scratch(jointly(take, group.device, (group, number)), 4 * group.numel)
 
-    def _commit_remade(self, group: Group, average: _Average, number: Tensor) -> Routine:
-        """Coroutine: the residual of what is offered again, and m' in scratch, which gradients cannot hold."""
+    def _commit_apart(self, group: Group, average: _Average, number: Tensor) -> Routine:
+        """Coroutine: the same with m' in scratch, which gradients cannot hold."""
         previous = group.state.momentum
         momentum = torch.empty(group.numel, dtype=torch.float32, device=group.device)
         with group.writing_to(momentum):

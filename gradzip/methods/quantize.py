@@ -53,6 +53,8 @@ class QSGD(GatherCompressor):
     Payload: header; a float32 norm for each bucket; levels. 48 + 4 ceil(n / bucket) + n bits / 8 bytes, padded to 16;
     at most that with Elias codes.
 
+    Within `Momentum` on a device, a step is skipped if a norm is above 2^127, as one is if a magnitude is.
+
     Deterministic for a seed. Waits for a CUDA device with coding="always_elias" only.
 
     Source: Alistarh, Grubic, Li, Tomioka, Vojnovic, QSGD: Communication-Efficient SGD via Gradient Quantization and
@@ -118,6 +120,14 @@ class QSGD(GatherCompressor):
     def _ends(self, numel: Any) -> tuple[Any, Any]:
         """Bytes of the norms of so many elements, and of their packed levels. numel: a number, or an array of them."""
         return 4 * ops.num_buckets(numel, self.bucket), ops.packed_nbytes(numel, self.bits)
+
+    def combine(self, payloads: Sequence[ops.Payload], group: Group) -> Routine:
+        if group.may_hold and self.norm == "l2":  # norms may be above all elements, and so may levels of them
+            numels = part_lengths(group.numel, group.size) if group.state.scattered else [group.numel] * group.size
+            ends = (self._ends(numel)[0] for numel in numels)
+            norms = [payload.body[:end].view(torch.float32) for payload, end in zip(payloads, ends)]
+            group.numbers.append(ops.largest_magnitudes(norms).mul_(2))  # finite if no average is above 2^127
+        return super().combine(payloads, group)
 
     def sum_all(self, sums: Sequence[CodedSum]) -> None:
         for coded in sums:

@@ -92,7 +92,8 @@ class RandomK(ErrorFeedback):
             values = values * (numel / k)
         if group.on_device:
             if group.may_hold:  # a device has to know if the average is finite before it is written
-                group.numbers.append((yield Local(ops.abs_max_all, group.device, values)))
+                largest = yield Local(ops.abs_max_all, group.device, values)
+                group.numbers.append(largest if self.error_feedback else largest.mul_(2))  # n / k times 2^127 at most
             return _Chosen(indices, values)
         return (yield from self.with_max_abs(group, self._spread(group, _Chosen(indices, values))))
 
@@ -108,7 +109,7 @@ class RandomK(ErrorFeedback):
 
     def _spread(self, group: Group, average: _Chosen) -> Tensor:
         """The average of a group as a vector: in the gradients' memory if that has held the error, and on a CPU."""
-        target = group.target if group.holds or (not group.on_device and group.free_outs()) else None
+        target = group.target if group.commits_late or (not group.on_device and group.free_outs()) else None
         flat = self.new_average(group.numel, group.device) if target is None else target
         return flat.zero_().index_copy_(0, average.indices.long(), average.values)
 

@@ -29,6 +29,9 @@ class Optimizer(torch.optim.Optimizer):
     # Front ends set `found_inf` of optimizers whose class has this.
     reads_found_inf = True
 
+    # Whether states of parameters of 16 bits are float32.
+    _widens = False
+
     # What the last step has changed on the host, if the device may have skipped it.
     _counted: tuple[Tensor, ...] = ()
     _made: tuple[Tensor, ...] = ()
@@ -78,7 +81,7 @@ class Optimizer(torch.optim.Optimizer):
             self.state.update(made)
             if found_inf is not None:
                 self._made += tuple(made)
-            fitting = {p: g for p, g in gradients.items() if on_device.fits(p, g, self.state.get(p, {}))}
+            fitting = {p: g for p, g in gradients.items() if on_device.fits(p, g, self.state.get(p, {}), self._widens)}
             others = {p: g for p, g in gradients.items() if p not in fitting}
             if fitting:
                 counters = self._update_on_device(group, fitting, found_inf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from . import on_device
 from .base import Optimizer
+
+_BUFFER = "decay_momentum_buffer"
 
 
 class DGCSGD(Optimizer):
@@ -22,7 +25,7 @@ class DGCSGD(Optimizer):
 
     If g is u = momentum u + gradient, this is torch.optim.SGD(momentum=..., weight_decay=...): the sum of u and d is
     its buffer. torch.optim.SGD(weight_decay=...) would decay parameters 1 / (1 - momentum) times too slowly. Elements
-    of the decay are neither dropped nor masked.
+    of the decay are neither dropped nor masked. It is float32 for parameters of 16 bits, in which it would drift.
 
     With `found_inf`, a step is skipped as that of torch's fused SGD: on a CUDA device, without a wait of the host.
 
@@ -53,8 +56,19 @@ class DGCSGD(Optimizer):
     ) -> None:
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, maximize=maximize)
 
+    _widens = True
+
     def _new_state(self, group: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
-        return {"decay_momentum_buffer": torch.zeros_like(parameter)} if group["weight_decay"] else {}
+        return {_BUFFER: torch.zeros_like(parameter, dtype=_wide(parameter))} if group["weight_decay"] else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class. One of an earlier version may have buffers of 16 bits."""
+        super().load_state_dict(state_dict)
+        params = [group["params"] for group in self.param_groups]
+        saved = [group["params"] for group in state_dict["param_groups"]]
+        for parameter, key in zip(itertools.chain(*params), itertools.chain(*saved)):
+            if (buffer := state_dict["state"].get(key, {}).get(_BUFFER)) is not None:  # which torch has rounded
+                self.state[parameter][_BUFFER] = buffer.to(parameter.device, _wide(parameter), copy=True)
 
     def _update(self, group: dict[str, Any], gradients: dict[Tensor, Tensor]) -> None:
         lr, decay, buffers = group["lr"], group["weight_decay"], self._buffers(gradients)
@@ -73,13 +87,18 @@ class DGCSGD(Optimizer):
         buffers = self._buffers(gradients)
         parameters, decays = on_device.local(buffers), on_device.local(buffers.values())
         if decay:
-            on_device.subtract(decays, parameters, -decay, (momentum - 1) / decay, found_inf=found_inf)
+            alike = [p.to(d.dtype) for p, d in zip(parameters, decays)]
+            on_device.subtract(decays, alike, -decay, (momentum - 1) / decay, found_inf=found_inf)
         else:
             on_device.subtract(decays, decays, 1 - momentum, found_inf=found_inf)
         rows = on_device.local(gradients), on_device.local(gradients.values())
         on_device.subtract(*rows, -lr if group["maximize"] else lr, found_inf=found_inf)
-        on_device.subtract(parameters, decays, lr, found_inf=found_inf)
+        on_device.subtract(parameters, [d.to(p.dtype) for p, d in zip(parameters, decays)], lr, found_inf=found_inf)
         return []
 
     def _buffers(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        return {p: self.state[p]["decay_momentum_buffer"] for p in gradients if self.state.get(p)}
+        return {p: self.state[p][_BUFFER] for p in gradients if self.state.get(p)}
+
+
+def _wide(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)

@@ -20,17 +20,21 @@ def local(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
-def fits(parameter: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> bool:
-    """Whether fused kernels take a parameter: real numbers on a CUDA device, with one dtype, layout and sharding."""
+def fits(parameter: Tensor, gradient: Tensor, state: Mapping[str, Any], widens: bool = False) -> bool:
+    """Whether fused kernels take a parameter: real numbers on a CUDA device, with one dtype, layout and sharding.
+
+    widens: whether states are float32 instead, if the parameter has 16 bits.
+    """
     if not (parameter.is_cuda and parameter.is_floating_point()):
         return False
     others = [gradient, *(x for x in state.values() if isinstance(x, Tensor) and x.is_cuda)]  # counters are on the host
     sharding = getattr(parameter, "placements", None)
     if any(getattr(x, "placements", None) != sharding for x in others):
         return False
-    first, *rest = local([parameter, *others])
-    like = (first.device, first.dtype, first.stride())
-    return all((x.device, x.dtype, x.stride()) == like for x in rest)
+    own, *rest = local([parameter, *others])
+    of_states = torch.promote_types(own.dtype, torch.float32) if widens else own.dtype
+    dtypes = [own.dtype] + [of_states] * (len(rest) - 1)
+    return all((x.device, x.dtype, x.stride()) == (own.device, d, own.stride()) for x, d in zip(rest, dtypes))
 
 
 def subtract(

@@ -17,6 +17,7 @@ from benchmarks.device_ops import __main__ as device_ops
 from benchmarks.device_ops.__main__ import Counts, fake_group, noise
 from benchmarks.device_ops.stand_in import stand_in
 from gradzip.memory.verdict import read_all
+from gradzip.methods.base.gather import GatherCompressor
 from gradzip.methods.base.group import Group
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
@@ -27,6 +28,9 @@ HELD = kinds.examples(lambda compressor: compressor.undone_on_device and compres
 HELD += ["signsgd:majority=False,residual_decay=0.9", "fft-range:block=50", "acpsgd:residual_decay=0.9"]
 HELD += ["dgc:momentum=0,residual_decay=0.9"]
 HELD += [f"momentum:inner={inner}" for inner in ("randomk", "onebit", "block-float(bits=4)", "topk,warmup_steps=9")]
+# Of methods without residuals of ranks, momenta are overwritten alone.
+UNBIASED = ["qsgd", "natural", "block-float(bits=4,error_feedback=owner)", "randomk(error_feedback=False)"]
+HELD += [f"momentum:inner={inner}" for inner in UNBIASED]
 FLOAT32 = list(HELD)
 # Of gradients of another type or other strides, and with another exchange, the error is made again.
 REMADE = kinds.examples(lambda compressor: compressor.keeps_residual and compressor.remakes)
@@ -35,6 +39,9 @@ SCATTERED = [spec for spec in kinds.with_other_exchanges(REMADE) if "scatter_red
 HELD += [spec for spec in (*SCATTERED, *REMADE) if spec not in HELD]
 HELD += [f"momentum:inner={inner}@bfloat16" for inner in ("randomk", "block-float(bits=4)", "powersgd")]
 HELD += ["momentum:inner=topk(exchange=scatter_reduce)", "dgc:clip_norm=1@bfloat16"]
+HELD += [f"momentum:inner={inner}@{kind}" for inner in UNBIASED for kind in ("bfloat16", "channels_last")]
+HELD += [f"momentum:inner={inner}(exchange=scatter_reduce)" for inner in ("qsgd", "natural")]
+HELD += [f"momentum:inner={inner}" for inner in ("terngrad(clip=none)", "qsgd(norm=max)")]
 HELD += ["topk:select=sampled,residual_decay=0.9"]
 # One of each method and way, where it does not matter which elements are sent.
 OF_EACH = {spec.partition(":")[0]: spec for spec in reversed(REMADE)}.values()
@@ -331,6 +338,42 @@ def test_zeros_have_the_signs_that_a_rank_with_a_monitor_sees(spec, device):
         )
         assert equal(averages, expected), number
     assert job.held and not watched.held
+
+
+@pytest.mark.parametrize("kind", ["", "@bfloat16", "@channels_last"])
+@pytest.mark.parametrize("inner", ["natural", "qsgd"])
+def test_a_payload_of_another_rank_that_is_not_finite_changes_no_momentum(inner, kind, device):
+    """As where that rank has had a NaN."""
+    job = Job(f"momentum:inner={inner}{kind}", device)
+    for number in range(2):
+        job.start(number)
+    before = job.states()
+    opened = GatherCompressor.opened
+
+    def with_nan(method, payloads, contents, group):
+        content = contents[0][0]
+        nan = device.tensor(torch.full((content.numel,), math.nan))
+        return opened(method, [*payloads[:-1], method.encode(nan, content.key)], contents, group)
+
+    with mock.patch.object(GatherCompressor, "opened", with_nan):
+        averages = job.start(2)
+    assert job.compressor.last_step_skipped and equal(job.states(), before)
+    assert all(average.isnan().all() for name, average in averages.items() if name != "bias")
+    job.start(3)
+    assert not job.compressor.last_step_skipped and not equal(job.states(), before)
+
+
+@pytest.mark.parametrize(("value", "skipped"), [(3e37, True), (1e36, False)])
+@pytest.mark.parametrize("inner", ["qsgd", "qsgd(exchange=scatter_reduce)"])
+def test_norms_may_be_above_all_elements(inner, value, skipped, device):
+    """Of 512 elements of 3e37, the norm is 6.8e38: their levels are multiples of the largest float32 number / 7."""
+    job = Job(f"momentum:inner={inner}", device)
+    for number in range(2):
+        job.start(number)
+    before = job.states()
+    job.start(2, lambda gradients: gradients["a.weight"].fill_(value))
+    assert job.compressor.last_step_skipped == skipped and equal(job.states(), before) == skipped
+    assert all(x.isfinite().all() for x in job.states().values())
 
 
 def test_a_large_momentum_fades(device):

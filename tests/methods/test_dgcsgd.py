@@ -128,7 +128,44 @@ def test_half_precision_and_strides():
         p.grad, single.grad = torch.randn_like(p), torch.ones(3)
         sgd.step()
     buffer = sgd.state[p]["decay_momentum_buffer"]
-    assert (buffer.dtype, buffer.stride()) == (p.dtype, p.stride()) and p.isfinite().all()
+    assert (buffer.dtype, buffer.stride()) == (torch.float32, p.stride()) and p.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_decay_of_16_bit_parameters_does_not_drift(dtype):
+    """Its momentum is that of a constant parameter. In bfloat16, it would end at 0.956 of that."""
+    p = torch.nn.Parameter(torch.ones(8, dtype=dtype))
+    sgd = gradzip.optim.DGCSGD([p], lr=0.0, momentum=M, weight_decay=1.0)
+    for _ in range(60):
+        p.grad = torch.zeros_like(p)
+        sgd.step()
+    torch.testing.assert_close(sgd.state[p]["decay_momentum_buffer"], torch.full((8,), (1 - M**60) / (1 - M)))
+
+
+def test_states_of_16_bit_parameters_continue_and_older_ones_load():
+    """torch would round the loaded buffer. An older one, of 16 bits, has the same values."""
+    ps = [torch.nn.Parameter(torch.full((8,), 1 / 3).bfloat16()) for _ in range(3)]
+    through, resumed, older = (gradzip.optim.DGCSGD([p], lr=LR, weight_decay=0.1) for p in ps)
+
+    def step(*of):
+        for sgd in of:
+            (p,) = sgd.param_groups[0]["params"]
+            p.grad = torch.ones_like(p)
+            sgd.step()
+
+    step(through), step(through)
+    saved = through_file(through.state_dict())
+    resumed.load_state_dict(saved)
+    ps[1].data.copy_(ps[0])
+    step(through, resumed)
+    buffers = [sgd.state[p]["decay_momentum_buffer"] for sgd, p in zip((through, resumed), ps)]
+    assert torch.equal(*buffers) and torch.equal(ps[0], ps[1])
+    assert not torch.equal(buffers[0].bfloat16().float(), buffers[0])
+    saved["state"][0]["decay_momentum_buffer"] = rounded = buffers[0].bfloat16()
+    older.load_state_dict(saved)
+    buffer = older.state[ps[2]]["decay_momentum_buffer"]
+    assert buffer.dtype == torch.float32 and torch.equal(buffer, rounded.float())
+    step(older)
 
 
 def test_a_loaded_state_continues_bit_for_bit():

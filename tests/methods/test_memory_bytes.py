@@ -65,6 +65,12 @@ def test_sizes_by_hand(spec, numel):
     assert gradzip.memory_bytes(gradzip.parse(spec), SHAPES, 3) == 4 * numel
 
 
+def test_velocities_of_16_bit_gradients_are_float32():
+    model = nn.ParameterDict({name: nn.Parameter(torch.empty(shape).bfloat16()) for name, shape in SHAPES.items()})
+    found, wide = (gradzip.memory_bytes(gradzip.DGC(), one, 2) for one in (model, SHAPES))
+    assert found == most_kept(gradzip.DGC(), 2, dtype=torch.bfloat16)[0] == wide
+
+
 @pytest.mark.parametrize("places", [2, 4])
 @pytest.mark.parametrize("inner", ["acpsgd", "topk", "block-float", "momentum:inner=signsgd(majority=False)"])
 def test_nodes_of_several_ranks(inner, places):

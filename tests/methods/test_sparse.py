@@ -1,7 +1,9 @@
 """TopK, RandomK and DGC: elements kept, payload sizes, and error feedback."""
 
+import contextlib
 import dataclasses
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -9,9 +11,11 @@ import torch
 
 import gradzip
 import kinds
+from benchmarks.device_ops.stand_in import stand_in
 from contract import check_conservation
 from gradzip import DGC, LocalGroup, RandomK, TopK, roundtrip, simulate
 from gradzip.memory.state import Key
+from gradzip.memory.verdict import read_all
 from gradzip.methods.base.gather import CodedSum
 from observed import observed
 from reference import by_magnitude, padded, resnet20_gradients
@@ -210,6 +214,64 @@ def test_overflow_of_the_velocity_changes_no_state(dtype, size):
     assert torch.equal(once, grad) and twice.isfinite().all() and not thrice.isfinite().any()
     after = group.average([torch.zeros_like(grad)], "b")[0]
     torch.testing.assert_close(after, 0.9 * twice, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+WHERE = ["cpu", pytest.param("device", marks=pytest.mark.skipif(not shutil.which("g++"), reason="no g++"))]
+
+
+@contextlib.contextmanager
+def placed(where):
+    """What puts a tensor on the device, and what gets its values back."""
+    if where == "cpu":
+        yield lambda x: x
+        return
+    with stand_in() as device:
+        yield device.tensor
+        read_all()
+
+
+def values_of(x):
+    return getattr(x, "host", x)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_velocities_of_16_bit_averages_do_not_drift(dtype, where):
+    """They are those of the same numbers in float32, which averages are rounded to. In bfloat16, 9.98 would be 9.56."""
+    with placed(where) as put:
+        group, velocity = LocalGroup(DGC(momentum=0.9), 2), 0.0
+        for step in range(60):
+            if step == 30:  # changes no state
+                average = group.average([put(torch.full((300,), math.nan, dtype=dtype)) for _ in range(2)], "b")[0]
+                assert values_of(average).isnan().all()
+            average = group.average([put(torch.ones(300, dtype=dtype)) for _ in range(2)], "b")[0]
+            velocity = torch.add(torch.ones((), dtype=torch.promote_types(dtype, torch.float32)), velocity, alpha=0.9)
+            assert torch.equal(values_of(average), velocity.to(dtype).expand(300))
+        state = group.compressors[0].states["b"]
+        assert torch.equal(values_of(state.average_velocity), velocity.expand(300))
+    assert float(velocity) == pytest.approx(10 * (1 - 0.9**60), rel=1e-5)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float64])
+def test_velocities_of_another_type_load(saved, where):
+    """As they were saved before, for gradients of 16 bits; and of gradients that had another type."""
+    first, grads = LocalGroup(DGC(momentum=0.9), 1), [gaussian(300, seed=step).bfloat16() for step in range(4)]
+    first.average([grads[0]], "b")
+    state_dict = first.compressors[0].state_dict()
+    velocity = state_dict["states"]["b"]["average_velocity"]
+    assert velocity.dtype == torch.float32 and torch.equal(velocity, grads[0].float())
+    state_dict["states"]["b"]["average_velocity"] = velocity.to(saved)
+    with placed(where) as put:
+        group = LocalGroup(DGC(momentum=0.9), 1)
+        group.compressors[0].load_state_dict(state_dict)
+        # A step that is skipped restores the velocity of before.
+        assert not values_of(group.average([put(torch.full_like(grads[0], math.inf))], "b")[0]).isfinite().any()
+        for grad in grads[1:]:
+            velocity = torch.add(grad.float(), velocity, alpha=0.9)
+            average = group.average([put(grad.clone())], "b")[0]
+            assert torch.equal(values_of(average), velocity.bfloat16())
+        assert torch.equal(values_of(group.compressors[0].states["b"].average_velocity), velocity)
 
 
 def test_dgc_warmup():

@@ -980,6 +980,8 @@ HELD_IN_STEP = {  # where gradients hold the errors, no second residual
     "onebit": (memory.RANKS + 1) * (1 / 8 + 8 / memory.SIDE),
     "randomk": 0.01 * (4 + 4) + GROUP * (4 + 0.01 * 8),  # indices, numbers; an average, wide indices
     "momentum:inner=signsgd(majority=False)": memory.RANKS / 8 + GROUP * 4,  # payloads; averages while they replace m
+    "momentum:inner=natural": (memory.RANKS + 1) * 9 / 8,
+    "momentum:inner=qsgd(coding=packed)": (memory.RANKS + 1) * (1 / 2 + 4 / 512),
 }
 
 
@@ -1017,6 +1019,16 @@ def test_16_bit_gradients_take_no_second_residual(spec):
     """In a step they take what float32 takes, and a bucket's error, which is made again."""
     half, single = [memory.count(gradzip.parse(spec), dtype).in_step for dtype in (torch.bfloat16, torch.float32)]
     assert half <= single + GROUP * 4 + 1e-3  # numbers of groups
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inner", ["natural", "qsgd:coding=packed", "block-float:bits=4,error_feedback=owner"])
+def test_momenta_of_methods_without_residuals_take_no_second_momentum(inner, dtype):
+    """A step takes what the method takes, and of 16-bit gradients two vectors of a bucket."""
+    method = gradzip.parse(inner)
+    alone, found = (memory.count(one, dtype) for one in (method.clone(), gradzip.Momentum(method)))
+    assert found.in_step <= alone.in_step + (0.0 if dtype == torch.float32 else GROUP * 8) + 1e-3
+    assert found.of_states == 4 + alone.of_states
 
 
 def test_dgc_takes_no_second_states():

@@ -140,8 +140,8 @@ class Compressor(ABC):
     # device to know whether averages are finite.
     undone_on_device = False
 
-    # Whether the error of a group that keeps a residual can be made again when a device knows if the step is skipped,
-    # of gradients and a residual that have stayed as they were (`remake_error`).
+    # Whether a group can commit when a device knows if the step is skipped: the error, if a residual is kept, is made
+    # again of gradients and a residual that have stayed as they were (`remake_error`).
     remakes = False
 
     # Whether `add_residual` changes parts that may be the gradients themselves.
@@ -263,7 +263,7 @@ class Compressor(ABC):
         If so, `reduce` or `complete_error` turns `group.parts` into it in place, and the residual takes it before
         `commit`. Or they leave there what `commit_held` computes it from. If not, and the method `remakes` it, `reduce`
         calls `Group.release_parts` once they are encoded. It adds to `Group.numbers` those that tell whether the step
-        is to be skipped.
+        is to be skipped, of averages up to 2^127.
         """
         return False
 
@@ -321,15 +321,15 @@ class Compressor(ABC):
         return jointly(self.apply_averages, group.device, (group, average))
 
     def commit_held(self, group: Group, average: Any, number: Tensor) -> Routine:
-        """Coroutine, without collectives: have the residual take the error; write the average.
+        """Coroutine, without collectives: have the residual, if one is kept, take the error; write the average.
 
         number: float32 of 1 element, on the device: not finite if the residual must stay as it is.
         """
-        assert group.state.residual is not None
         if group.holds:
+            assert group.state.residual is not None
             residuals = pieces(group.state.residual, group.shapes_of_parts)
             yield Local(groups.take_errors, group.device, (number, residuals, group.gradients))
-        else:
+        elif group.remakes:
             yield from with_scratch(self._take_remade(group, number), 4 * group.numel)
         yield from self.commit(group, average)
 

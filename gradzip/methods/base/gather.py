@@ -463,7 +463,7 @@ class GatherCompressor(Compressor):
         ]
         lists = [[piece.view for piece in partition] for partition in partitions]
         payloads = self.encode_lists(lists, [content.key for content in contents])
-        if group.remakes:
+        if group.remakes or not self.keeps_residual:
             group.release_parts()
             partitions, lists = self.partitions(group), []
         nbytes, most = list(map(Tensor.numel, payloads)), max(content.numel for content in contents)

@@ -74,8 +74,9 @@ class Group:
         on_device: whether the host does not wait in the step to know if the averages are finite (`Verdict`).
         may_hold: whether a rank may commit late. The same on all ranks, as are the numbers that decide whether the step
             is skipped.
-        commits_late: whether the residual stays as it is until the device knows that (`commit_held`). There is no
-            memory for a second one then, and a step that fails has not touched the first.
+        commits_late: whether residual and momentum stay as they are until the device knows that (`commit_held`). There
+            is no memory for second ones then, and a step that fails has not touched the first.
+        is_plain: whether gradients of a group that commits late are contiguous and float32, as fields of the state are.
         holds: whether, until then, the gradients' memory holds the error of the step, or what it is computed from.
         remakes: whether, until then, gradients stay as they are, too: the error is made again of both.
         undecoded: the average of a group that commits late, until then.
@@ -120,7 +121,7 @@ class Group:
         self.rank, self.size = 0, 1
         self.discards = False
         self.on_device = self.may_hold = self.shows_averages = False
-        self.commits_late = self.holds = self.remakes = False
+        self.commits_late = self.is_plain = self.holds = self.remakes = False
         self.undecoded: Any = None
         self.numbers: list[Tensor] = []
         self.inspected: list[Inspected] = []
@@ -265,7 +266,8 @@ class Group:
         self.device = gradients[0].device
         self.on_device = gradients[0].is_cuda and self.node_chunks is None and self.method.undone_on_device
         self.numbers, self.inspected, self.told_later = [], [], None
-        self.may_hold = self.commits_late = self.holds = self.remakes = self.shows_averages = False
+        self.may_hold = self.shows_averages = False
+        self.commits_late = self.is_plain = self.holds = self.remakes = False
         self.undecoded = None
         self.finite, self.culprits = True, []
         if self.node_chunks is not None:
@@ -349,15 +351,16 @@ class Group:
         try:
             self.gradients, self.parts = own, []
             self._target = adjacent(own) if method.vectors else None
-            if may_hold:
+            momenta = may_hold and method.averaged_momentum is not None
+            if may_hold and (momenta or method.keeps_residual):
                 held = own[0].dtype == torch.float32 and method.holds(self)
-                warms_up = method.averaged_momentum is not None and not self.compressed_momentum
-                remade = method.remakes and method.keeps_residual and not warms_up and own[0].dtype in _WIDE
-                self.may_hold = held or remade
+                late = method.remakes and own[0].dtype in _WIDE and not (momenta and not self.compressed_momentum)
+                self.may_hold = held or late
                 if self.may_hold and self._compressor.monitor is None:
-                    self.holds = held and all(map(Tensor.is_contiguous, own))
-                    self.remakes = remade and not self.holds
-                    self.commits_late = self.holds or self.remakes
+                    self.is_plain = own[0].dtype == torch.float32 and all(map(Tensor.is_contiguous, own))
+                    self.holds = held and self.is_plain
+                    self.commits_late = self.holds or late
+                    self.remakes = method.keeps_residual and late and not self.holds
             yield from method.add_residual(self)
             average = yield from (method.reduce(self) if self.node_chunks is None else among_peers(method.reduce(self)))
             # All ranks see the same average, so all commit or all undo. Limit of the gradient's own type: a finite
