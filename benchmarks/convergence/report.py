@@ -76,7 +76,12 @@ SHOWN = {
     "ResNet-20": [IMAGES],
     "all methods": [("default", "images")],
     "block-scaled integers": [("block_float", "text"), ("block_float", "images")],
-    "exchanges": [("exchange", "text"), ("exchange_resnet20", "images"), ("exchange", "images")],
+    "exchanges": [
+        ("exchange", "text"),
+        ("exchange_resnet20", "images"),
+        ("exchange_resnet20_more", "images"),
+        ("exchange", "images"),
+    ],
     "local steps": [("outer_more", "text-outer")],
     "local steps with Muon": [("muon_outer_more", "text-muon-outer")],
 }
