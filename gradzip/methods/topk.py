@@ -116,13 +116,14 @@ class SparseCodec(ErrorFeedback, GatherCompressor):
         """k of a payload of so many elements, on a device."""
         raise TypeError(f"{type(self).__name__}: got no `num_kept`, expected it where lengths are fixed")
 
-    def parse(self, payloads: Sequence[ops.Payload], numels: Sequence[int]) -> tuple[list[Tensor], Sequence[Tensor]]:
+    def parse(
+        self, payloads: Sequence[ops.Payload], numels: Sequence[int]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Parse payloads of gradients of so many elements. Returns their coded indices and values (float32).
 
         Does not wait for the device: unused bytes may follow the indices there. Raises PayloadError, with its `index`.
         """
-        sections = for_each(list(zip(payloads, numels)), self._sections)
-        ks, packed, streams = map(list, zip(*sections))
+        ks, packed, streams = zip(*for_each(zip(payloads, numels), self._sections))
         return streams, self.values(payloads, packed, ks, numels)
 
     def _sections(self, of: tuple[ops.Payload, int]) -> tuple[int, Tensor, Tensor]:

@@ -93,6 +93,7 @@ def main(nvrtc_path, simt_path):
     x = torch.randn(5000)
     ops.atom_probabilities(x.double().abs(), 10)
     ops.quantize(x, 9, 100, "l2", 7)
+    ops.pack_bits(x.int(), 5)
     ops.select_threshold(x, 100)
     ops.restore_unless_finite(x[:1] * torch.nan, [ops.Restoration(x.clone(), x), ops.Restoration(x.double(), None)])
     payloads = ops.seal_payloads([ops.Seal(ops.new_payload(nbytes), 1) for nbytes in (0, 10**5)], method=1, digest=2)

@@ -77,7 +77,7 @@ BROKEN = {
         "if (end > nbytes ||", "if ((end > nbytes && nbytes < 0) ||",
         "heap-buffer-overflow|bitmap_code_decode of other bytes: failed"),
     "a candidate too few": ("chunk_topk", "chunk_topk.cuh", "listed - below >= uint32_t(count)",
-        "listed - below > uint32_t(count)", "chunk_topk: "),
+        "listed - below > uint32_t(count)", "chunk_topk"),
     "candidates past the end": ("chunk_topk", "chunk_topk.cuh", "(1u << (size - mine)) - 1 : 0u",
         "(1u << (size - mine)) - 1 : 1u", "heap-buffer-overflow"),
     "indices beyond the end": ("index_code", "index_code.cuh", "return *last + 1 == end;", "return true;",

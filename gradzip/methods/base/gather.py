@@ -581,7 +581,7 @@ def part_lengths(numel: int, parts: int) -> Any:
     return numel // parts + (np.arange(parts) < numel % parts)
 
 
-def for_each(items: Sequence[Item], decode: Callable[..., Decoded], *arguments: float | Tensor) -> list[Decoded]:
+def for_each(items: Iterable[Item], decode: Callable[..., Decoded], *arguments: float | Tensor) -> list[Decoded]:
     """decode(item, *arguments) for each item, as a payload. The `index` of a PayloadError is the item's number."""
     results: list[Decoded] = []
     try:
