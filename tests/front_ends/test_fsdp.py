@@ -289,7 +289,7 @@ MESSAGES = {
     "no_codec": "expected gradzip.BlockFloat() or gradzip.QSGD(coding='packed')",
     "elias": "expected gradzip.BlockFloat() or gradzip.QSGD(coding='packed')",
     "exempt": "ValueError: reduce_scatter: got a method with exempt parameters, expected none: it rounds all param",
-    "exempt within": "ValueError: reduce_scatter: got a method with exempt parameters, expected none: it rounds all",
+    "exempt within": "ValueError: Hierarchical: got inner = BlockFloat(",
     "exempt, quantized": "ValueError: reduce_scatter: got a method with exempt parameters, expected none: it rounds",
     "owner": "ValueError: reduce_scatter: got a method with error_feedback='owner', expected True or False: it rounds",
     "exempt everything": "ValueError: compress: got exemptions of all parameters that the method compresses, expected",
