@@ -2,9 +2,9 @@
 // chunk share.
 //
 // A record is a word with the two levels, bfloat16, the higher one in the upper half, and then the codes, two bits each,
-// padded with zeros to the words that k codes take: bit 0 picks the higher level, bit 1 is the sign. A level is the mean of the magnitudes that it stands
-// for; the higher one stands for those above their mean. Sums are sums of integers, so their order does not matter, and
-// the CPU and CUDA agree bit for bit.
+// padded with zeros to the words that k codes take: bit 0 picks the higher level, bit 1 is the sign. A level is the mean
+// of the magnitudes that it stands for; the higher one stands for those above their mean. Sums are sums of integers, so
+// their order does not matter, and the CPU and CUDA agree bit for bit.
 #pragma once
 
 #include <cstdint>
